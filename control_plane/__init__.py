@@ -1,0 +1,1 @@
+"""Decides: scheduling, block tables, delivery. Never imports torch, knows no tensors."""

@@ -1,0 +1,1 @@
+"""The engine process: owns requests and blocks, listens; workers and frontends attach to it."""

@@ -1,0 +1,1 @@
+"""The frontend process: owns client streams and text; knows nothing of blocks."""

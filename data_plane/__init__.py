@@ -1,0 +1,1 @@
+"""Computes: rows, step inputs, model, sampling. Remembers only rows; decides nothing."""

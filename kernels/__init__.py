@@ -1,0 +1,1 @@
+"""Tensors only: the slot formula, the reference kernels and their accelerated twins. Imports nothing of ours."""
