@@ -1,0 +1,21 @@
+"""gRPC settings that both ends of our streams must agree on; knows no service."""
+
+MAX_MESSAGE_BYTES = 256 << 20
+"""A hello carries a tokenizer (several MiB), an admission up to a whole context of token ids."""
+
+PEER_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A dead peer is a closed stream within half a minute, also where no packet comes back to say so.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Pings are welcome at any rate: a silent stream is a healthy one.
+    ("grpc.http2.max_ping_strikes", 0),
+    # Two processes must not share one port in silence: the second is told that it is taken.
+    ("grpc.so_reuseport", 0),
+]
+
+RECONNECT_SECONDS = 0.2
+"""How long a process waits before it dials the engine again."""

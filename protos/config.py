@@ -1,0 +1,144 @@
+"""The one configuration of every process: settings, profiles, and where they are read from; knows no process.
+
+A setting is taken from the first of these that has it: the command line (`--block-size 32`), the environment
+(`BLOCKPLANE_BLOCK_SIZE=32`), the TOML file that `--config` or `BLOCKPLANE_CONFIG` names (`block_size = 32`), the
+profile, the default.
+"""
+
+import argparse
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from blockplane.protos.buckets import check_buckets
+from blockplane.protos.errors import ConfigurationError
+
+
+def _setting(default: Any, description: str) -> Any:
+    return field(default=default, metadata={"help": description})
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Every setting, each with its default and its line of help."""
+
+    address: str = _setting("127.0.0.1:50051", "where the frontend listens for clients, host:port")
+    engine_address: str = _setting("127.0.0.1:50050", "where workers and frontends find the engine, or unix:PATH")
+    model: str = _setting("gemma3-270m", "gemma3-270m, a .gguf file, a Hugging Face directory, or synthetic")
+    dtype: str = _setting("bfloat16", "weights, activations and KV: bfloat16 or float32")
+    profile: str = _setting("production", "bucket lists: production (several) or development (one each)")
+    block_size: int = _setting(16, "tokens per KV block")
+    num_batched_tokens_buckets: tuple[int, ...] = _setting(
+        (), "prefill tokens a step, ascending; the last is the limit"
+    )
+    num_seqs_buckets: tuple[int, ...] = _setting((), "decode rows a step, ascending; the last is the limit")
+    max_model_len: int = _setting(0, "tokens of prompt and output together; 0 = the model's own limit")
+    kv_cache_bytes: int = _setting(1 << 30, "bytes that a worker gives to KV")
+    num_blocks: int = _setting(0, "KV blocks, the null block included; 0 = as many as the memory holds")
+    max_waiting_requests: int = _setting(1024, "requests that may wait for a row; more are refused")
+    num_threads: int = _setting(0, "threads of a CPU worker; 0 = one for each core it may use")
+    log_level: str = _setting("info", "debug, info, warning or error")
+
+
+PROFILES: Mapping[str, Mapping[str, Any]] = {
+    # One bucket each: the fastest start where every bucket is a compilation (seed 000, "Trade-off").
+    "development": {"num_batched_tokens_buckets": (512,), "num_seqs_buckets": (8,)},
+    "production": {
+        "num_batched_tokens_buckets": (128, 256, 512, 1024),
+        "num_seqs_buckets": (1, 2, 4, 8, 16, 32, 64),
+    },
+}
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` one flag per setting and `--config`; what is not given stays out of the namespace."""
+    group = parser.add_argument_group("settings")
+    group.add_argument("--config", metavar="FILE", help="a TOML file of settings", default=argparse.SUPPRESS)
+    for setting in fields(Config):
+        shown = setting.default if setting.default != () else "by profile"
+        group.add_argument(
+            f"--{setting.name.replace('_', '-')}",
+            metavar="VALUE",
+            help=f"{setting.metadata['help']} (default {shown})",
+            default=argparse.SUPPRESS,
+        )
+
+
+def load_config(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Config:
+    """Merge command line, environment, file, profile and defaults, and check what can be checked without a model.
+
+    Raises:
+        ConfigurationError: an unknown setting, a value that is no such thing, or a contradiction.
+    """
+    prefix = "BLOCKPLANE_"
+    names = [setting.name for setting in fields(Config)]
+    from_environ = {name: environ[prefix + name.upper()] for name in names if prefix + name.upper() in environ}
+    file = flags.get("config", environ.get(prefix + "CONFIG"))
+    given = {
+        **(_read_file(Path(file)) if file else {}),
+        **from_environ,
+        **{name: flags[name] for name in names if name in flags},
+    }
+    config = replace(Config(), **{name: _parse(name, value) for name, value in given.items()})
+    if config.profile not in PROFILES:
+        raise ConfigurationError(f"profile is {config.profile!r}; choose one of {', '.join(PROFILES)}.")
+    unset = {name: value for name, value in PROFILES[config.profile].items() if getattr(config, name) == ()}
+    config = replace(config, **unset)
+    _check(config)
+    return config
+
+
+def as_flags(config: Config) -> list[str]:
+    """The command line that gives another process this very configuration."""
+    return [part for setting in fields(Config) for part in _as_flag(setting.name, getattr(config, setting.name))]
+
+
+def _as_flag(name: str, value: Any) -> tuple[str, str]:
+    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return f"--{name.replace('_', '-')}", text
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the configuration file {path}: {error.strerror}.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"{path} is not TOML: {error}.") from error
+    unknown = values.keys() - {setting.name for setting in fields(Config)}
+    if unknown:
+        raise ConfigurationError(f"{path} sets {', '.join(sorted(unknown))}, which is no setting; remove or rename it.")
+    return values
+
+
+def _parse(name: str, value: Any) -> Any:
+    """Turn a flag's, variable's or file's value into the type of the setting's default."""
+    kind = type(getattr(_DEFAULTS, name))
+    try:
+        if kind is tuple:
+            return tuple(int(item) for item in (value.split(",") if isinstance(value, str) else value))
+        return kind(value)
+    except (TypeError, ValueError):
+        wanted = "whole numbers, such as 1,2,4" if kind is tuple else f"a value of type {kind.__name__}"
+        raise ConfigurationError(f"{name} is {value!r}; give {wanted}.") from None
+
+
+def _check(config: Config) -> None:
+    check_buckets("num_batched_tokens_buckets", config.num_batched_tokens_buckets)
+    check_buckets("num_seqs_buckets", config.num_seqs_buckets)
+    for name, least in (("block_size", 1), ("max_model_len", 0), ("num_blocks", 0), ("kv_cache_bytes", 0)):
+        if getattr(config, name) < least:
+            raise ConfigurationError(f"{name} is {getattr(config, name)}; give at least {least}.")
+    if config.num_batched_tokens_buckets[-1] < config.block_size:
+        raise ConfigurationError(
+            f"the last of num_batched_tokens_buckets is {config.num_batched_tokens_buckets[-1]}, less than block_size,"
+            f" {config.block_size}: no prefill segment could fill a block; raise the first or lower the second."
+        )
+    if config.dtype not in ("bfloat16", "float32"):
+        raise ConfigurationError(f"dtype is {config.dtype!r}; choose bfloat16 or float32.")
+
+
+_DEFAULTS = Config()

@@ -1,0 +1,58 @@
+"""The hot messages between frontend and engine, as frozen values; knows neither protobuf nor gRPC."""
+
+from dataclasses import dataclass, field
+
+from blockplane.protos.errors import BlockplaneError
+from blockplane.protos.finish import FinishReason
+from blockplane.protos.model import ModelInfo
+from blockplane.protos.plan import Int32Array, no_rows
+from blockplane.protos.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request on its way to the engine. `stream_id` is the frontend's own number for the stream that waits for it."""
+
+    stream_id: int
+    request_id: str
+    prompt_token_ids: Int32Array
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendBatch:
+    """What a frontend has for the engine since its last message."""
+
+    submissions: tuple[Submission, ...] = ()
+    aborted_stream_ids: tuple[int, ...] = ()
+    aborted_request_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A stream's end: a finish reason, or the error that ended it."""
+
+    stream_id: int
+    outcome: FinishReason | BlockplaneError
+
+
+@dataclass(frozen=True, slots=True)
+class ServingState:
+    """What the engine can serve now; `model` is None while no worker is ready."""
+
+    model: ModelInfo | None
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What the engine has for one frontend since its last message.
+
+    `stream_ids` and `num_tokens` have one entry per stream that got tokens, `token_ids` all their ids end to end.
+    `endings` come after the tokens. `serving` is None where it did not change.
+    """
+
+    stream_ids: Int32Array = field(default_factory=no_rows)
+    num_tokens: Int32Array = field(default_factory=no_rows)
+    token_ids: Int32Array = field(default_factory=no_rows)
+    endings: tuple[Ending, ...] = ()
+    serving: ServingState | None = None

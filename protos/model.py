@@ -1,0 +1,45 @@
+"""What the planes tell each other of a model; knows neither its weights nor its layers' arithmetic."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What the model's makers recommend; a request that sets nothing gets these."""
+
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """All that a control-plane host knows of the model; it needs no model files.
+
+    Attributes:
+        name: what clients call it.
+        vocab_size: token ids run from 0 to vocab_size - 1.
+        max_model_len: tokens, the most that a request may hold; prompt and output together.
+        eos_token_ids: ids that end a text.
+        bos_token_id: put before a text prompt; None where the model wants none.
+        tokenizer_json_zlib: a `tokenizers` JSON document, UTF-8, compressed: only frontends open it. The tokenizer adds
+            no special tokens by itself.
+        defaults: sampling defaults.
+    """
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    tokenizer_json_zlib: bytes
+    defaults: GenerationDefaults
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKVSpec:
+    """One layer's KV in one rank, as the model needs it. `dtype` is a name such as "bfloat16"."""
+
+    name: str
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    sliding_window: int | None = None
