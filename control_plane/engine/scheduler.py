@@ -1,0 +1,294 @@
+"""What each step computes: admission, decode rows, prefill segments, preemption. Knows no clients, streams or clocks.
+
+There are no phases: a request is scheduled until its computed tokens catch up with its tokens, generated ones included,
+so that one that lost its blocks resumes like any other. Every running row that needs one token decodes in every step;
+prefill has its own budget beside it.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from blockplane.control_plane.engine.block_pool import BlockPool
+from blockplane.control_plane.engine.request import Request
+from blockplane.protos.errors import (
+    BlockplaneError,
+    CapacityError,
+    InvalidRequestError,
+    ModelOutputError,
+    ProtocolError,
+)
+from blockplane.protos.finish import FinishReason, finish_reason
+from blockplane.protos.plan import Admission, Configure, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a step's answer means for one request: its next token, its end, or both; `token_id` None = it failed."""
+
+    request: Request
+    token_id: int | None
+    outcome: FinishReason | BlockplaneError | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One request's share of a plan. The plan keeps its own snapshot, so an answer never goes to a row's next owner."""
+
+    request: Request
+    num_tokens: int
+    samples: bool
+
+
+class Scheduler:
+    """Decides for one worker group, from its attach to its loss. The only writer of requests, rows and blocks."""
+
+    def __init__(self, configure: Configure, eos_token_ids: tuple[int, ...], max_waiting_requests: int) -> None:
+        self.configure = configure
+        self.pool = BlockPool(configure.num_blocks)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        """Requests that have a row, oldest admission first."""
+        self._eos_token_ids = eos_token_ids
+        self._max_waiting_requests = max_waiting_requests
+        self._free_rows = list(range(configure.max_num_seqs))[::-1]
+        self._released_rows: list[int] = []
+        self._last_decode_rows: list[int] = []
+        self._in_flight: list[_Work] | None = None
+        self._step = 0
+
+    # -- requests come and go ------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a new request.
+
+        Raises:
+            CapacityError: the queue is full, or the cache could not hold the request even alone.
+            InvalidRequestError: the prompt leaves no room for a token within max_model_len.
+        """
+        if len(self.waiting) >= self._max_waiting_requests:
+            raise CapacityError(f"{len(self.waiting)} requests wait already, which is the limit; retry later.")
+        self.resume(request)
+
+    def resume(self, request: Request) -> None:
+        """Queue a request that was accepted before, however long the queue is; raises as `add` does."""
+        max_model_len, num_blocks = self.configure.max_model_len, self._num_blocks(request.num_tokens)
+        if request.num_tokens >= max_model_len:
+            raise InvalidRequestError(
+                f"a prompt of {request.num_tokens} tokens leaves no room in max_model_len {max_model_len}; shorten it."
+            )
+        if num_blocks > self.pool.num_usable:
+            raise CapacityError(
+                f"a request of {request.num_tokens} tokens needs {num_blocks} KV blocks of {self.configure.block_size}"
+                f" tokens and the cache has {self.pool.num_usable}; shorten the prompt."
+            )
+        self.waiting.append(request)
+
+    def end(self, request: Request) -> None:
+        """Take a request out, wherever it is; its blocks and row are free for the next plan."""
+        request.ended = True
+        if request.row is None:
+            self.waiting.remove(request)
+        else:
+            self.running.remove(request)
+            self._vacate(request)
+
+    def unfinished(self) -> list[Request]:
+        """All live requests without rows or blocks, as the group's loss leaves them: the longest served first."""
+        for request in self.running:
+            self._vacate(request)
+        return [*self.running, *self.waiting]
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step; None = there is nothing to compute. The last plan must be answered."""
+        assert self._in_flight is None, "one plan at a time"
+        num_running = len(self.running)
+        new_blocks: list[tuple[int, int]] = []
+        decodes = self._schedule_decodes(new_blocks)
+        preempted = len(self.running) < num_running
+        prefills = self._schedule_prefills(new_blocks)
+        admissions: list[Request] = []
+        if not preempted:
+            budget = self.configure.max_num_batched_tokens - sum(work.num_tokens for work in prefills)
+            self._admit(budget, new_blocks, prefills, admissions)
+        if not decodes and not prefills:
+            return None
+        self._in_flight = [*decodes, *prefills]
+        return self._plan(new_blocks, decodes, prefills, admissions)
+
+    def update(self, result: StepResult) -> list[Progress]:
+        """Fold a step's answer in: computed tokens, new tokens, ends.
+
+        Raises:
+            ProtocolError: the answer is not that of the plan in flight; nothing has changed.
+        """
+        works = self._in_flight
+        if works is None or result.step != self._step:
+            raise ProtocolError(f"got the result of step {result.step} while step {self._step} was the last planned.")
+        num_sampled = sum(work.samples for work in works)
+        if len(result.token_ids) != num_sampled:
+            raise ProtocolError(f"step {result.step} sampled {num_sampled} rows; got {len(result.token_ids)} tokens.")
+        self._in_flight = None
+        token_ids = iter(result.token_ids.tolist())
+        progress = []
+        for work in works:
+            token_id = next(token_ids) if work.samples else None
+            if work.request.ended:
+                continue
+            work.request.num_computed_tokens += work.num_tokens
+            if token_id is not None:
+                progress.append(self._take_token(work.request, token_id))
+        return progress
+
+    def _take_token(self, request: Request, token_id: int) -> Progress:
+        if token_id < 0:
+            self.end(request)
+            message = "the model's output for this request was not finite; the prompt or the weights are at fault."
+            return Progress(request, None, ModelOutputError(message))
+        request.token_ids.append(token_id)
+        reason = finish_reason(
+            token_id,
+            request.num_output_tokens,
+            request.num_tokens,
+            request.params,
+            eos_token_ids=self._eos_token_ids,
+            max_model_len=self.configure.max_model_len,
+            cache_capacity=self.pool.num_usable * self.configure.block_size,
+        )
+        if reason is not None:
+            self.end(request)
+        return Progress(request, token_id, reason)
+
+    # -- the parts of a plan -------------------------------------------------------------------------------------------
+
+    def _schedule_decodes(self, new_blocks: list[tuple[int, int]]) -> list[_Work]:
+        """Give every decoding row room for its token, oldest first; the newest row gives way where blocks run out."""
+        works = []
+        for request in [request for request in self.running if request.num_remaining_tokens == 1]:
+            while request.row is not None and not self._grow(request, 1, new_blocks):
+                self._preempt(self.running[-1], new_blocks)
+            if request.row is not None:
+                works.append(_Work(request, 1, samples=True))
+        return works
+
+    def _schedule_prefills(self, new_blocks: list[tuple[int, int]]) -> list[_Work]:
+        """Continue the prefills of running rows within the budget.
+
+        A prefill that finds no block waits for decoding rows to end, which they do; where none decodes, the newest
+        prefill gives way. So the oldest row always gets on.
+        """
+        budget = self.configure.max_num_batched_tokens
+        works: list[_Work] = []
+        for request in [request for request in self.running if request.num_remaining_tokens > 1]:
+            num_tokens = self._segment(request, budget)
+            while request.row is not None and num_tokens and not self._grow(request, num_tokens, new_blocks):
+                newest = self.running[-1]
+                if newest.num_remaining_tokens == 1 or newest is request:
+                    return works
+                self._preempt(newest, new_blocks)
+            if request.row is None or not num_tokens:
+                continue
+            works.append(_Work(request, num_tokens, samples=num_tokens == request.num_remaining_tokens))
+            budget -= num_tokens
+        return works
+
+    def _admit(
+        self, budget: int, new_blocks: list[tuple[int, int]], prefills: list[_Work], admissions: list[Request]
+    ) -> None:
+        """Admit waiting requests in order while rows, blocks and the prefill budget last.
+
+        A request is admitted when its known tokens fit and one block is left for each running row, whose next tokens
+        may need it; what it needs beyond this step is taken when it comes to it.
+        """
+        while self.waiting and self._free_rows and budget > 0:
+            request = self.waiting[0]
+            num_tokens = self._segment(request, budget)
+            needed = self._num_blocks(request.num_tokens) + len(self.running)
+            if not num_tokens or (self.running and needed > self.pool.num_free):
+                return
+            self.waiting.popleft()
+            request.row = self._free_rows.pop()
+            self.running.append(request)
+            self._grow(request, num_tokens, new_blocks)
+            admissions.append(request)
+            prefills.append(_Work(request, num_tokens, samples=num_tokens == request.num_remaining_tokens))
+            budget -= num_tokens
+
+    def _plan(
+        self,
+        new_blocks: list[tuple[int, int]],
+        decodes: list[_Work],
+        prefills: list[_Work],
+        admissions: list[Request],
+    ) -> StepPlan:
+        self._step += 1
+        decode_rows = [_row(work.request) for work in decodes]
+        changed = decode_rows != self._last_decode_rows
+        self._last_decode_rows = decode_rows
+        released_rows, self._released_rows = self._released_rows, []
+        block_columns = np.array(new_blocks, np.int32).reshape(-1, 2)
+        return StepPlan(
+            step=self._step,
+            released_rows=np.array(released_rows, np.int32),
+            admissions=tuple(_admission(request) for request in admissions),
+            block_rows=block_columns[:, 0],
+            block_ids=block_columns[:, 1],
+            prefill_rows=np.array([_row(work.request) for work in prefills], np.int32),
+            prefill_num_tokens=np.array([work.num_tokens for work in prefills], np.int32),
+            decode_rows=np.array(decode_rows, np.int32) if changed else None,
+        )
+
+    # -- blocks and rows -----------------------------------------------------------------------------------------------
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.configure.block_size)
+
+    def _segment(self, request: Request, budget: int) -> int:
+        """Tokens of the request's next segment: a multiple of block_size unless it reaches the request's end, so that
+        the tokens before a segment always fill whole blocks (seed 001, "Block Alignment"). 0 = no room in the budget.
+        """
+        remaining = request.num_remaining_tokens
+        return remaining if remaining <= budget else budget - budget % self.configure.block_size
+
+    def _grow(self, request: Request, num_tokens: int, new_blocks: list[tuple[int, int]]) -> bool:
+        """Hold blocks for `num_tokens` more computed tokens; False = no room now, and nothing has changed."""
+        num_missing = self._num_blocks(request.num_computed_tokens + num_tokens) - len(request.block_ids)
+        block_ids = self.pool.allocate(max(0, num_missing))
+        if block_ids is None:
+            return False
+        request.block_ids += block_ids
+        new_blocks += [(_row(request), block_id) for block_id in block_ids]
+        return True
+
+    def _preempt(self, request: Request, new_blocks: list[tuple[int, int]]) -> None:
+        """Take a row's blocks away; it waits at the head of the queue and is computed anew, its output included."""
+        new_blocks[:] = [(row, block_id) for row, block_id in new_blocks if row != request.row]
+        self.running.remove(request)
+        self._vacate(request)
+        self.waiting.appendleft(request)
+
+    def _vacate(self, request: Request) -> None:
+        row = _row(request)
+        self.pool.release(request.block_ids)
+        self._released_rows.append(row)
+        self._free_rows.append(row)
+        request.row, request.num_computed_tokens, request.block_ids = None, 0, []
+
+
+def _row(request: Request) -> int:
+    assert request.row is not None, "only requests with a row are in a plan"
+    return request.row
+
+
+def _admission(request: Request) -> Admission:
+    return Admission(
+        row=_row(request),
+        token_ids=np.array(request.token_ids, np.int32),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        temperature=request.params.temperature,
+        seed=request.seed,
+    )

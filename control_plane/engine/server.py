@@ -1,0 +1,129 @@
+"""The engine's gRPC edge: one stream per attached process, protobuf in and out. Decides nothing; drives the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from blockplane.control_plane.engine.engine import Engine
+from blockplane.control_plane.engine.outbox import Outbox
+from blockplane.protos import wire
+from blockplane.protos.errors import BlockplaneError, ProtocolError, UnavailableError
+from blockplane.protos.plan import Configure
+from blockplane.v1 import engine_pb2 as pb
+from blockplane.v1.engine_pb2_grpc import EngineServicer
+
+logger = logging.getLogger(__name__)
+
+
+class EngineServer(EngineServicer):
+    """Serves `blockplane.v1.Engine`: everything attaches here, and a lost peer is a closed stream."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def AttachWorker(  # noqa: N802 - named by the .proto
+        self,
+        request_iterator: AsyncIterator[pb.AttachWorkerRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[pb.AttachWorkerResponse]:
+        try:
+            hello = await _expect(request_iterator, "hello")
+            configure = self._configure(hello.hello)
+        except BlockplaneError as error:
+            logger.warning("refused a worker: %s", error)
+            await context.abort(error.status, str(error))
+        try:
+            yield pb.AttachWorkerResponse(configure=wire.configure_to_proto(configure))
+            ready = await _expect(request_iterator, "ready")
+            _check_ready(configure, ready.ready)
+            self._engine.worker_ready(wire.model_info_from_proto(hello.hello.model))
+            logger.info("worker ready: %s, %d blocks of %d", hello.hello.model.name, *_cache_size(configure))
+            async for response in self._drive_steps(request_iterator):
+                yield response
+        except BlockplaneError as error:
+            logger.error("ended a worker's stream: %s", error)
+            await context.abort(error.status, str(error))
+        finally:
+            self._engine.detach_worker()
+
+    def _configure(self, hello: pb.WorkerHello) -> Configure:
+        if hello.protocol_version != wire.PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"the worker speaks protocol {hello.protocol_version} and the engine {wire.PROTOCOL_VERSION};"
+                " run the same version of Blockplane on both."
+            )
+        return self._engine.configure_worker(
+            wire.model_info_from_proto(hello.model),
+            [wire.layer_from_proto(layer) for layer in hello.layers],
+            hello.available_memory,
+        )
+
+    async def _drive_steps(
+        self, request_iterator: AsyncIterator[pb.AttachWorkerRequest]
+    ) -> AsyncIterator[pb.AttachWorkerResponse]:
+        """Plan, send, and only then deliver what the last step gave; then take the answer."""
+        engine = self._engine
+        while True:
+            engine.work.clear()
+            plan = engine.next_plan()
+            if plan is not None:
+                yield pb.AttachWorkerResponse(plan=wire.plan_to_proto(plan))
+            engine.flush()
+            if plan is None:
+                await engine.work.wait()
+                continue
+            message = await _expect(request_iterator, "result")
+            engine.take_result(wire.result_from_proto(message.result))
+
+    async def AttachFrontend(  # noqa: N802 - named by the .proto
+        self,
+        request_iterator: AsyncIterator[pb.AttachFrontendRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[pb.AttachFrontendResponse]:
+        outbox = self._engine.attach_frontend()
+        reader = asyncio.create_task(self._read_frontend(outbox, request_iterator))
+        try:
+            while True:
+                yield wire.delivery_to_proto(await outbox.take())
+        except BlockplaneError as error:
+            await context.abort(error.status, str(error))
+        finally:
+            reader.cancel()
+            self._engine.detach_frontend(outbox)
+
+    async def _read_frontend(self, outbox: Outbox, batches: AsyncIterator[pb.AttachFrontendRequest]) -> None:
+        """Hand a frontend's batches to the engine; what ends the reading ends the stream, with the reason."""
+        error: BlockplaneError = UnavailableError("the frontend closed its side of the stream.")
+        try:
+            async for batch in batches:
+                self._engine.take_batch(outbox, wire.frontend_batch_from_proto(batch))
+        except BlockplaneError as protocol_error:
+            error = protocol_error
+        outbox.close(error)
+
+
+async def _expect(messages: AsyncIterator[pb.AttachWorkerRequest], kind: str) -> pb.AttachWorkerRequest:
+    """The next message, which must be of the kind that the protocol has here."""
+    message = await anext(messages, None)
+    if message is None:
+        raise UnavailableError("the worker closed its side of the stream.")
+    if message.WhichOneof("message") != kind:
+        raise ProtocolError(f"expected a {kind} from the worker, got {message.WhichOneof('message')}.")
+    return message
+
+
+def _check_ready(configure: Configure, ready: pb.WorkerReady) -> None:
+    """Refuse a worker that built something else than it was told; the message names both sides' values."""
+    told = (configure.num_blocks, configure.num_batched_tokens_buckets, configure.num_seqs_buckets)
+    built = (ready.num_blocks, tuple(ready.num_batched_tokens_buckets), tuple(ready.num_seqs_buckets))
+    if built != told:
+        raise ProtocolError(f"told the worker to build (num_blocks, buckets) {told}; it built {built}.")
+
+
+def _cache_size(configure: Configure) -> tuple[int, int]:
+    return configure.num_blocks, configure.block_size
