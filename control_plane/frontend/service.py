@@ -1,0 +1,124 @@
+"""The client's gRPC edge: `blockplane.v1.Inference`. Validates, translates text and protobuf; schedules nothing."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import numpy as np
+
+from blockplane.control_plane.frontend.engine_link import EngineLink
+from blockplane.control_plane.frontend.text import Text
+from blockplane.protos.errors import BlockplaneError, InvalidRequestError, UnavailableError
+from blockplane.protos.finish import FinishReason
+from blockplane.protos.model import ModelInfo
+from blockplane.protos.sampling import SamplingParams, check_sampling_params, check_token_ids
+from blockplane.v1 import inference_pb2 as pb
+from blockplane.v1.inference_pb2_grpc import InferenceServicer
+
+_FINISH_REASONS: dict[FinishReason, pb.FinishReason.ValueType] = {
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+    "cache_full": pb.FINISH_REASON_CACHE_FULL,
+}
+
+
+class InferenceService(InferenceServicer):
+    """Serves clients over one link to the engine."""
+
+    def __init__(self, link: EngineLink) -> None:
+        self._link = link
+        self._served: tuple[ModelInfo, Text] | None = None
+
+    def serve_model(self, served: tuple[ModelInfo, Text] | None) -> None:
+        """Take requests for this model from now on; None = for none."""
+        self._served = served
+
+    async def Generate(  # noqa: N802 - named by the .proto
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        try:
+            async for response in self._generate(request):
+                yield response
+        except BlockplaneError as error:
+            await context.abort(error.status, str(error))
+
+    async def _generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        """One request's way: prompt to ids, ids to the engine, its tokens to text deltas, until its end."""
+        model, text = self._require_served()
+        prompt_token_ids = _prompt_token_ids(request, model, text)
+        params = _sampling_params(request.sampling_params, model)
+        request_id = request.request_id or secrets.token_hex(8)
+        continuation = text.continuation(prompt_token_ids)
+        num_output_tokens = 0
+        stream_id, stream = self._link.open(request_id, np.array(prompt_token_ids, np.int32), params)
+        try:
+            reason: FinishReason | None = None
+            while reason is None:
+                token_ids, reason = await stream.take()
+                num_output_tokens += len(token_ids)
+                delta = continuation.push(token_ids)
+                response = pb.GenerateResponse(request_id=request_id, token_ids=token_ids, text=delta)
+                if reason is not None:
+                    response.text += continuation.finish()
+                    response.finish_reason = _FINISH_REASONS[reason]
+                    response.usage.num_prompt_tokens = len(prompt_token_ids)
+                    response.usage.num_output_tokens = num_output_tokens
+                yield response
+        finally:
+            self._link.close(stream_id)
+
+    async def Abort(  # noqa: N802 - named by the .proto
+        self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.AbortResponse:
+        self._link.abort(list(request.request_ids))
+        return pb.AbortResponse()
+
+    async def GetModelInfo(  # noqa: N802 - named by the .proto
+        self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.GetModelInfoResponse:
+        try:
+            model, _ = self._require_served()
+        except BlockplaneError as error:
+            await context.abort(error.status, str(error))
+        return pb.GetModelInfoResponse(
+            name=model.name,
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            eos_token_ids=model.eos_token_ids,
+            bos_token_id=model.bos_token_id,
+        )
+
+    def _require_served(self) -> tuple[ModelInfo, Text]:
+        if self._served is None:
+            raise UnavailableError("no worker is ready; retry once the service's health is SERVING.")
+        return self._served
+
+
+def _prompt_token_ids(request: pb.GenerateRequest, model: ModelInfo, text: Text) -> list[int]:
+    """The prompt as ids that the model has. Raises InvalidRequestError if there is none, or an id is out of range."""
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequestError("the request has no prompt; set text or token_ids.")
+    token_ids = text.encode(request.text) if kind == "text" else list(request.token_ids.ids)
+    if not token_ids:
+        raise InvalidRequestError(f"the prompt's {kind} holds no token; send at least one.")
+    check_token_ids("prompt", token_ids, model.vocab_size)
+    return token_ids
+
+
+def _sampling_params(proto: pb.SamplingParams, model: ModelInfo) -> SamplingParams:
+    """The request's parameters, checked, with the model's defaults where it sets none."""
+    stop_token_ids = tuple(proto.stop_token_ids)
+    params = SamplingParams(
+        # Where no number is given, the end is the model's: max_model_len, which the engine watches.
+        max_tokens=proto.max_tokens if proto.HasField("max_tokens") else model.max_model_len,
+        temperature=proto.temperature if proto.HasField("temperature") else model.defaults.temperature,
+        seed=proto.seed if proto.HasField("seed") else None,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=proto.ignore_eos,
+    )
+    check_sampling_params(params, model.vocab_size)
+    return params
