@@ -1,0 +1,111 @@
+"""One attention layer's KV cache and the two ways to read it; knows neither rows nor the model around it."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from blockplane.kernels import reference
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What a layer's attention is: fixed by the model, the same for every step.
+
+    `scale` multiplies query . key; `sliding_window` counts the visible keys, the query's own included (None = all);
+    `soft_cap` bounds the scores by a tanh (None = none).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+
+
+class AttentionBatch(Protocol):
+    """The step's side of attention: which slots new KV goes to and which blocks are read."""
+
+    @property
+    def slot_mapping(self) -> Tensor: ...
+
+    def attend(self, spec: AttentionSpec, query: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """Rows with one new token each, padded to a bucket of `num_seqs`.
+
+    slot_mapping: int64 [num_seqs], -1 on padding rows. block_table: int32 [num_seqs, width], -1 = skip.
+    seq_lens: int32 [num_seqs], the new token included; 0 on padding rows.
+    """
+
+    slot_mapping: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+
+    def attend(self, spec: AttentionSpec, query: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        rows = query.view(self.seq_lens.shape[0], -1, *query.shape[1:])
+        return reference.decode_attention(
+            rows,
+            k_cache,
+            v_cache,
+            self.block_table,
+            self.seq_lens,
+            scale=spec.scale,
+            sliding_window=spec.sliding_window,
+            soft_cap=spec.soft_cap,
+        ).view_as(query)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBatch:
+    """Segments of several requests, packed and padded to a bucket of `num_tokens`.
+
+    slot_mapping: int64 [num_tokens], -1 on padding. block_table: int32 [num_segments, width], -1 = skip.
+    query_start_loc: int32 [num_segments + 1]. prior_tokens: int32 [num_segments], tokens in the cache before.
+    """
+
+    slot_mapping: Tensor
+    block_table: Tensor
+    query_start_loc: Tensor
+    prior_tokens: Tensor
+
+    def attend(self, spec: AttentionSpec, query: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        return reference.segmented_attention(
+            query,
+            k_cache,
+            v_cache,
+            self.block_table,
+            self.query_start_loc,
+            self.prior_tokens,
+            scale=spec.scale,
+            sliding_window=spec.sliding_window,
+            soft_cap=spec.soft_cap,
+        )
+
+
+class Attention:
+    """A layer's attention with its KV cache; the cache changes only here, inside the model's forward."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+        self.caches: tuple[Tensor, Tensor] | None = None
+
+    def bind_kv_cache(self, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Take the caches, [total_blocks, block_size, num_kv_heads, head_dim] each, that KV planning allotted."""
+        self.caches = k_cache, v_cache
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, batch: AttentionBatch) -> Tensor:
+        """Write the new KV, then attend.
+
+        Args:
+            query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim].
+
+        Returns:
+            [num_tokens, num_heads, head_dim]
+        """
+        assert self.caches is not None, "bind_kv_cache comes before the first forward"
+        reference.write_kv(key, value, *self.caches, batch.slot_mapping)
+        return batch.attend(self.spec, query, *self.caches)
