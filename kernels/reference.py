@@ -123,9 +123,9 @@ def _attend(
     soft_cap: float | None,
 ) -> Tensor:
     """Plain attention of [num_queries, num_heads, head_dim] at positions `start`, `start + 1`, ... over given keys."""
-    group = query.shape[1] // keys.shape[1]
-    keys, values = (heads.repeat_interleave(group, dim=1) for heads in (keys, values))
-    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * scale
+    # Query heads h * group .. (h + 1) * group - 1 read KV head h.
+    grouped = query.float().view(query.shape[0], keys.shape[1], -1, query.shape[2])
+    scores = torch.einsum("qhgd,khd->hgqk", grouped, keys) * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     query_positions = torch.arange(start, start + query.shape[0], device=query.device)[:, None]
@@ -133,4 +133,4 @@ def _attend(
     if sliding_window is not None:
         visible &= key_positions > query_positions - sliding_window
     weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
-    return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
+    return torch.einsum("hgqk,khd->qhgd", weights, values).flatten(1, 2).to(query.dtype)

@@ -8,7 +8,7 @@ profile, the default.
 import argparse
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -53,11 +53,16 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` one flag per setting and `--config`; what is not given stays out of the namespace."""
+def add_settings(parser: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
+    """Give `parser` one flag per setting and `--config`; what is not given stays out of the namespace.
+
+    `names` are the settings to offer; None = all.
+    """
     group = parser.add_argument_group("settings")
     group.add_argument("--config", metavar="FILE", help="a TOML file of settings", default=argparse.SUPPRESS)
     for setting in fields(Config):
+        if names is not None and setting.name not in names:
+            continue
         shown = setting.default if setting.default != () else "by profile"
         group.add_argument(
             f"--{setting.name.replace('_', '-')}",
@@ -67,8 +72,12 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def load_config(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Config:
+def load_config(
+    flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, defaults: Config | None = None
+) -> Config:
     """Merge command line, environment, file, profile and defaults, and check what can be checked without a model.
+
+    `defaults` stand where nothing else is given; None = those of Config.
 
     Raises:
         ConfigurationError: an unknown setting, a value that is no such thing, or a contradiction.
@@ -82,7 +91,7 @@ def load_config(flags: Mapping[str, Any], environ: Mapping[str, str] = os.enviro
         **from_environ,
         **{name: flags[name] for name in names if name in flags},
     }
-    config = replace(Config(), **{name: _parse(name, value) for name, value in given.items()})
+    config = replace(defaults or _DEFAULTS, **{name: _parse(name, value) for name, value in given.items()})
     if config.profile not in PROFILES:
         raise ConfigurationError(f"profile is {config.profile!r}; choose one of {', '.join(PROFILES)}.")
     unset = {name: value for name, value in PROFILES[config.profile].items() if getattr(config, name) == ()}

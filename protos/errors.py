@@ -27,6 +27,12 @@ class UnavailableError(BlockplaneError):
     status = grpc.StatusCode.UNAVAILABLE
 
 
+class DeadlineError(BlockplaneError):
+    """The caller's time ran out before the answer came: allow more, or ask for less."""
+
+    status = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
 class DuplicateError(BlockplaneError):
     """An id that must be unique is in use: choose another or wait for its end."""
 
@@ -74,6 +80,7 @@ _CLASS_OF_STATUS: dict[grpc.StatusCode, type[BlockplaneError]] = {
         InvalidRequestError,
         CapacityError,
         UnavailableError,
+        DeadlineError,
         DuplicateError,
         ConfigurationError,
         AbortedError,

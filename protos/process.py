@@ -51,7 +51,9 @@ def _stop_with_parent() -> None:
     """End by SIGTERM once standard input closes: it is a pipe that only the parent holds, so its death closes it."""
 
     def wait() -> None:
-        sys.stdin.buffer.read()
+        # Not sys.stdin: a thread that waits inside it would break the interpreter's shutdown.
+        while os.read(0, 4096):
+            pass
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, daemon=True, name="stop-with-parent").start()

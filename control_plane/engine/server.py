@@ -26,7 +26,7 @@ class EngineServer(EngineServicer):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    async def AttachWorker(  # noqa: N802 - named by the .proto
+    async def AttachWorker(
         self,
         request_iterator: AsyncIterator[pb.AttachWorkerRequest],
         context: grpc.aio.ServicerContext[Any, Any],
@@ -80,7 +80,7 @@ class EngineServer(EngineServicer):
             message = await _expect(request_iterator, "result")
             engine.take_result(wire.result_from_proto(message.result))
 
-    async def AttachFrontend(  # noqa: N802 - named by the .proto
+    async def AttachFrontend(
         self,
         request_iterator: AsyncIterator[pb.AttachFrontendRequest],
         context: grpc.aio.ServicerContext[Any, Any],

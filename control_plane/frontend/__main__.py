@@ -37,7 +37,7 @@ class Frontend:
 
     async def serve(self) -> None:
         server = listening_server(self._address)
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._set_health(serving=False)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         add_InferenceServicer_to_server(self._service, server)
         names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
@@ -49,14 +49,16 @@ class Frontend:
         """Serve a model, or none; a tokenizer takes seconds to build, so it is built off the loop and kept."""
         if model is None:
             self._service.serve_model(None)
-            await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+            await self._set_health(serving=False)
             return
         if self._last is None or self._last[0] != model:
             self._last = (model, await asyncio.to_thread(Text, model))
         self._service.serve_model(self._last)
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        await self._set_health(serving=True)
 
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
+    async def _set_health(self, *, serving: bool) -> None:
+        statuses = health_pb2.HealthCheckResponse
+        status = statuses.SERVING if serving else statuses.NOT_SERVING
         for name in ("", SERVICE):
             await self._health.set(name, status)
 

@@ -1,4 +1,4 @@
-"""The frontend's one stream to the engine: batches out, deliveries in, kept up for ever. Knows no text and no client."""
+"""The frontend's one stream to the engine: batches out, deliveries in, kept up for ever. Knows no text."""
 
 from __future__ import annotations
 

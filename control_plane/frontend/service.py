@@ -36,7 +36,7 @@ class InferenceService(InferenceServicer):
         """Take requests for this model from now on; None = for none."""
         self._served = served
 
-    async def Generate(  # noqa: N802 - named by the .proto
+    async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateResponse]:
         try:
@@ -70,13 +70,11 @@ class InferenceService(InferenceServicer):
         finally:
             self._link.close(stream_id)
 
-    async def Abort(  # noqa: N802 - named by the .proto
-        self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> pb.AbortResponse:
+    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.AbortResponse:
         self._link.abort(list(request.request_ids))
         return pb.AbortResponse()
 
-    async def GetModelInfo(  # noqa: N802 - named by the .proto
+    async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetModelInfoResponse:
         try:

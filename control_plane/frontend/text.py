@@ -1,5 +1,7 @@
 """Text to token ids and back, piece by piece; knows neither requests nor streams."""
 
+import codecs
+import re
 import zlib
 from collections.abc import Sequence
 
@@ -8,12 +10,15 @@ from tokenizers import Tokenizer
 from blockplane.protos.model import ModelInfo
 
 _REPLACEMENT = "\ufffd"
-_MAX_CHARACTER_TOKENS = 4
-"""A character is at most four bytes of UTF-8, so at most four byte tokens."""
-_NUM_CONTEXT_TOKENS = 8
-"""Prompt tokens that the first output token is decoded behind, so that its leading space is kept."""
-_MAX_WINDOW = 16
-"""Tokens; bounds the window where a model emits special tokens without end."""
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_MAX_OPEN_TOKENS = 3
+"""A character is at most four bytes of UTF-8, so one that is not finished is at most three tokens."""
+
+# Byte-level vocabularies spell a byte by the character of its number where that shows, and else by the next one from
+# U+0100 on (https://github.com/openai/gpt-2, encoder.py).
+_SHOWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_HIDDEN = [byte for byte in range(0x100) if byte not in _SHOWN]
+_BYTE_OF_CHARACTER = {chr(byte): byte for byte in _SHOWN} | {chr(0x100 + i): byte for i, byte in enumerate(_HIDDEN)}
 
 
 class Text:
@@ -22,6 +27,8 @@ class Text:
     def __init__(self, model: ModelInfo) -> None:
         self._tokenizer = Tokenizer.from_buffer(zlib.decompress(model.tokenizer_json_zlib))
         self._prefix = [] if model.bos_token_id is None else [model.bos_token_id]
+        self._lead = self._tokenizer.encode("a", add_special_tokens=False).ids
+        self._lead_len = len(self.decode(self._lead))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, behind the model's BOS token where it wants one."""
@@ -34,43 +41,51 @@ class Text:
     def continuation(self, prompt_token_ids: Sequence[int]) -> "Continuation":
         return Continuation(self, prompt_token_ids)
 
+    def piece(self, token_id: int, *, is_first: bool = False) -> bytes:
+        """What one token adds to a text, as UTF-8, which may begin or end inside a character; nothing if it is special.
+
+        A decoder may strip the space before the first token of all, so that any other is decoded behind some text.
+        """
+        text = self.decode([token_id]) if is_first else self.decode([*self._lead, token_id])[self._lead_len :]
+        # Only what is no whole character by itself is read from the token's name, which spells its bytes.
+        return _spelled_bytes(self._tokenizer.id_to_token(token_id)) if _REPLACEMENT in text else text.encode()
+
 
 class Continuation:
     """Turns a growing output into text deltas that never end inside a character.
 
-    Deltas are found by decoding a short window twice, with and without the new token: what a token adds depends on the
-    ones before it (leading spaces, bytes of one character). The window starts where an earlier delta ended, since a
-    decoder may spoil a whole run of byte tokens of which it sees only the tail.
+    The tokens' bytes go through one incremental UTF-8 decoder: it holds back a character that is not finished, and
+    tells bytes that are no character as replacement characters as soon as they cannot become one.
     """
 
     def __init__(self, text: Text, prompt_token_ids: Sequence[int]) -> None:
         self._text = text
-        self._window = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
-        self._num_told = len(self._window)
-        self._told = text.decode(self._window).rstrip(_REPLACEMENT)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._has_begun = any(text.piece(token_id) for token_id in prompt_token_ids)
+        # What the prompt says is told already, but for a character that it leaves open.
+        for token_id in prompt_token_ids[-_MAX_OPEN_TOKENS:]:
+            self._decoder.decode(text.piece(token_id))
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that can be told now that these tokens came."""
-        return "".join([self._push_one(token_id) for token_id in token_ids])
+        return "".join([self._decoder.decode(self._piece(token_id)) for token_id in token_ids])
 
     def finish(self) -> str:
-        """The text that was held back; it ends with replacement characters if the output ends inside a character."""
-        return self._tell(self._text.decode(self._window))
+        """What was held back: a replacement character if the output ends inside a character, else nothing."""
+        return self._decoder.decode(b"", final=True)
 
-    def _push_one(self, token_id: int) -> str:
-        self._window.append(token_id)
-        text = self._text.decode(self._window)
-        is_open = text.endswith(_REPLACEMENT) and len(self._window) - self._num_told < _MAX_CHARACTER_TOKENS
-        return "" if is_open else self._tell(text)
+    def _piece(self, token_id: int) -> bytes:
+        piece = self._text.piece(token_id)
+        if piece and not self._has_begun:
+            self._has_begun = True
+            return self._text.piece(token_id, is_first=True)
+        return piece
 
-    def _tell(self, text: str) -> str:
-        delta = text[len(self._told) :]
-        if text.endswith(_REPLACEMENT):
-            # Bytes that are no character: with them before it, a decoder would spoil the next one too.
-            self._window = []
-        elif delta or len(self._window) > _MAX_WINDOW:
-            # What was told last is the context of what comes; a token without text, such as a special one, is none.
-            self._window = self._window[self._num_told :]
-        self._num_told = len(self._window)
-        self._told = self._text.decode(self._window)
-        return delta
+
+def _spelled_bytes(token: str) -> bytes:
+    """The bytes that a vocabulary names: one as `<0xE4>`, several by a character each, or the text itself."""
+    if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
+        return bytes.fromhex(byte[1])
+    if all(character in _BYTE_OF_CHARACTER for character in token):
+        return bytes([_BYTE_OF_CHARACTER[character] for character in token])
+    return token.encode()

@@ -1,0 +1,45 @@
+# Everything happens in one virtual environment, which the first target that needs it makes.
+PYTHON ?= python3
+VENV ?= .venv
+PROMPT ?= The history of the lighthouse begins
+BIN = $(VENV)/bin
+PROTOS = blockplane/v1/engine.proto blockplane/v1/inference.proto
+
+.PHONY: run test test-all bench protos docker clean help
+
+help:  ## Show the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+run: $(VENV)/run.stamp  ## Set everything up and continue PROMPT with Gemma 3 270M
+	$(BIN)/blockplane up --log-level warning -- generate "$(PROMPT)" --max-tokens 96 --temperature 0.7 --seed 7
+
+test: $(VENV)/dev.stamp  ## Lint, types, protos and every test that is not slow: what lands must pass it
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/buf lint
+	$(BIN)/pytest -m "not slow"
+
+test-all: $(VENV)/dev.stamp $(VENV)/run.stamp test  ## The same and the slow tests, among them those on the real model
+	$(BIN)/pytest -m slow --durations=0
+
+bench: $(VENV)/run.stamp  ## Measure decode on this machine
+	$(BIN)/python benchmarks/single_stream.py
+
+protos: $(VENV)/dev.stamp  ## Generate the protobuf code anew
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. $(PROTOS)
+
+clean:  ## Remove the virtual environment and what tools left
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/python.stamp:
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/run.stamp: $(VENV)/python.stamp pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo]'
+	touch $@
+
+$(VENV)/dev.stamp: $(VENV)/python.stamp pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
