@@ -1,0 +1,24 @@
+"""What the runner asks of a model; knows no architecture."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from blockplane.data_plane.attention import Attention, AttentionBatch
+
+
+class Model(Protocol):
+    """A decoder: token ids and positions in, hidden states out; logits only for the rows that are sampled."""
+
+    vocab_size: int
+    dtype: str
+    attentions: tuple[Attention, ...]
+    """One per layer, in layer order; the runner binds their KV caches."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+        """int64 [num_tokens] twice -> hidden states [num_tokens, hidden_size]; writes the batch's KV."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[num_sampled, hidden_size] -> float32 [num_sampled, vocab_size]."""
+        ...

@@ -1,0 +1,190 @@
+"""A model without weights whose text depends exactly on every KV entry it should see; knows no batching.
+
+The integer definition is in `synthetic_arithmetic`; here attention computes its sums, through real block KV:
+
+- A key is the +-1 code of its position, and eight channels that name the layer and the KV head (orthogonal signs).
+- Every query leans away from its own name: own keys lose 160, zeros and foreign keys nothing, so that an unwritten
+  slot, another layer's or another head's takes the weight.
+- The four query heads of a KV head: the lean alone (uniform over all that is visible), twice the lean and one code
+  channel (uniform over the positions that agree in it, the others 64 below), the lean and the code of one position
+  (120 there, at least 50 less elsewhere).
+- Output times the number of positions that it averages, rounded, is the integer sum.
+
+Rounding is exact while a sum is below 128 in size: a bfloat16 output errs by 2^-9 of it, a kernel's bfloat16
+probabilities by as much again, together less than 1/2. A token adds +-1 to one channel in sixteen, so sums stay below
+128 for certain in contexts under 2048 tokens, and by eight standard deviations at MAX_MODEL_LEN. Keys and values are
+exact in FP8 too. What cannot show: a value replaced by an equal one (1 in 256 per head), an exchange of two blocks that
+are visible as a whole (attention is a sum, of any model), and, in one of four tokens, a key with another position's.
+"""
+
+import time
+import zlib
+from itertools import count
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from torch import Tensor
+
+from blockplane.data_plane.attention import Attention, AttentionBatch, AttentionSpec
+from blockplane.data_plane.models import synthetic_arithmetic as arithmetic
+from blockplane.data_plane.models.synthetic_arithmetic import (
+    NUM_CHANNELS,
+    NUM_CODE_CHANNELS,
+    NUM_KV_HEADS,
+    NUM_LAYERS,
+    NUM_SUMS,
+    WINDOWS,
+)
+from blockplane.protos.errors import ConfigurationError
+from blockplane.protos.model import GenerationDefaults, ModelInfo
+
+MAX_MODEL_LEN = 4096
+TARGET_MARGIN = 8.0
+"""Logits are pseudo-random in [0, 1), and this much more at the target."""
+
+_NAME_CHANNELS = NUM_CHANNELS - NUM_CODE_CHANNELS
+_LEAN = -20.0
+_SELECT = 32.0
+
+
+class SyntheticModel:
+    """The model that the runner drives; its dtype, float32 or bfloat16, is that of queries and attention outputs.
+
+    Hidden states are int64 [num_tokens, 2]: the last state, exact by its type, and the token that it stands on.
+    """
+
+    vocab_size = arithmetic.VOCAB_SIZE
+
+    def __init__(self, dtype: str, device: str = "cpu", step_seconds: float = 0.0) -> None:
+        """`step_seconds` is slept in every forward, to stand for a model of that cost."""
+        self.dtype = dtype
+        self.attentions = tuple(
+            Attention(
+                AttentionSpec(
+                    num_heads=NUM_KV_HEADS * NUM_SUMS,
+                    num_kv_heads=NUM_KV_HEADS,
+                    head_dim=NUM_CHANNELS,
+                    scale=1.0,
+                    sliding_window=window,
+                )
+            )
+            for window in WINDOWS
+        )
+        self._layers = tuple(_Layer(layer, getattr(torch, dtype), device) for layer in range(NUM_LAYERS))
+        self._alphabet = torch.tensor(arithmetic.ALPHABET, device=device)
+        self._step_seconds = step_seconds
+
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+        time.sleep(self._step_seconds)
+        state: Tensor = arithmetic.first_state(input_ids, positions)
+        for layer, attention in zip(self._layers, self.attentions, strict=True):
+            state = layer.next_state(state, positions, attention, batch)
+        return torch.stack([state, input_ids], dim=1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        state, token_ids = hidden.unbind(1)
+        vocabulary = torch.arange(self.vocab_size, device=hidden.device)
+        noise: Tensor = arithmetic.noise(state[:, None], vocabulary).float() / 2**24
+        targets: Tensor = arithmetic.target(state, token_ids, self._alphabet)
+        lead = torch.full_like(noise[:, :1], TARGET_MARGIN)
+        return noise.scatter_add_(1, targets[:, None], lead)
+
+
+class _Layer:
+    """One layer: its keys by position, and how to ask attention for the sums."""
+
+    def __init__(self, layer: int, dtype: torch.dtype, device: str) -> None:
+        self._layer, self._dtype = layer, dtype
+        self._channels = torch.arange(NUM_CHANNELS, device=device)
+        self._heads = torch.arange(NUM_KV_HEADS, device=device)[:, None]
+        self._factors = arithmetic.multipliers(
+            layer, torch.arange(NUM_KV_HEADS * NUM_SUMS * NUM_CHANNELS, device=device)
+        )
+        self._names = _names(layer, device)
+        code = arithmetic.position_code(
+            layer,
+            self._heads,
+            torch.arange(MAX_MODEL_LEN, device=device)[:, None, None],
+            self._channels[:NUM_CODE_CHANNELS],
+        )
+        self._keys = torch.cat([self._names.expand(MAX_MODEL_LEN, -1, -1), code], dim=-1).to(dtype)
+        self._num_plus = torch.nn.functional.pad((code > 0).cumsum(0), (0, 0, 0, 0, 1, 0))
+        """[MAX_MODEL_LEN + 1, NUM_KV_HEADS, NUM_CODE_CHANNELS]: positions before this one with a plus sign."""
+
+    def next_state(self, state: Tensor, positions: Tensor, attention: Attention, batch: AttentionBatch) -> Tensor:
+        """int64 [num_tokens] states and positions -> the states after this layer; writes the KV of these tokens."""
+        token_state = state[:, None, None]
+        key = self._keys[positions]
+        value = arithmetic.value(token_state, self._layer, self._heads, positions[:, None, None], self._channels)
+        channels = arithmetic.drawn_channel(token_state, self._layer, self._heads, torch.arange(2, device=state.device))
+        output = attention(
+            self._query(state, positions, key, channels).flatten(1, 2), key, value.to(self._dtype), batch
+        ).view(-1, NUM_KV_HEADS, NUM_SUMS, NUM_CHANNELS)
+        sums = (output.float() * self._counts(positions, key, channels)[..., None]).round().long()
+        after: Tensor = arithmetic.next_state(state, sums, self._factors)
+        return after
+
+    def _query(self, state: Tensor, positions: Tensor, key: Tensor, channels: Tensor) -> Tensor:
+        """[num_tokens, NUM_KV_HEADS, NUM_SUMS, NUM_CHANNELS]; channels: int64 [num_tokens, NUM_KV_HEADS, 2]."""
+        query = key.new_zeros(len(state), NUM_KV_HEADS, NUM_SUMS, NUM_CHANNELS)
+        query[..., :_NAME_CHANNELS] = _LEAN * self._names[:, None]
+        selected = channels + _NAME_CHANNELS
+        query[:, :, 1:3].scatter_(-1, selected[..., None], _SELECT * key.gather(-1, selected)[..., None])
+        seen = arithmetic.drawn_position(state[:, None], self._layer, self._heads[:, 0], positions[:, None])
+        query[:, :, 3, _NAME_CHANNELS:] = self._keys[seen, self._heads[:, 0], _NAME_CHANNELS:]
+        return query
+
+    def _counts(self, positions: Tensor, key: Tensor, channels: Tensor) -> Tensor:
+        """[num_tokens, NUM_KV_HEADS, NUM_SUMS]: how many positions each of the sums runs over."""
+        first = arithmetic.first_visible(self._layer, positions)
+        num_plus = (self._num_plus[positions + 1] - self._num_plus[first]).gather(-1, channels)
+        num_visible = (positions - first + 1)[:, None, None].expand_as(num_plus)
+        num_agreeing = torch.where(key.gather(-1, channels + _NAME_CHANNELS) > 0, num_plus, num_visible - num_plus)
+        one = torch.ones_like(num_plus[..., :1])
+        return torch.cat([num_visible[..., :1], num_agreeing, one], dim=-1)
+
+
+def _names(layer: int, device: str) -> Tensor:
+    """[NUM_KV_HEADS, 8] signs, orthogonal between all layers and heads: rows of Sylvester's Hadamard matrix."""
+    rows = range(layer * NUM_KV_HEADS, (layer + 1) * NUM_KV_HEADS)
+    signs = [[(-1) ** (row & column).bit_count() for column in range(_NAME_CHANNELS)] for row in rows]
+    return torch.tensor(signs, device=device)
+
+
+def synthetic_model_info(max_model_len: int) -> ModelInfo:
+    """What the worker's hello says of this model. Greedy unless the request asks for a temperature.
+
+    Raises:
+        ConfigurationError: `max_model_len` is beyond MAX_MODEL_LEN, where rounding is no longer exact.
+    """
+    if not 0 < max_model_len <= MAX_MODEL_LEN:
+        raise ConfigurationError(
+            f"The synthetic model is exact up to {MAX_MODEL_LEN} tokens, but max_model_len is {max_model_len}: "
+            f"set max_model_len to a number from 1 to {MAX_MODEL_LEN}."
+        )
+    return ModelInfo(
+        name="synthetic",
+        vocab_size=arithmetic.VOCAB_SIZE,
+        max_model_len=max_model_len,
+        eos_token_ids=(arithmetic.EOS_TOKEN_ID,),
+        bos_token_id=arithmetic.BOS_TOKEN_ID,
+        tokenizer_json_zlib=zlib.compress(_byte_tokenizer().to_str().encode()),
+        defaults=GenerationDefaults(temperature=0.0),
+    )
+
+
+def _byte_tokenizer() -> Tokenizer:
+    """Token id = byte, then <bos> and <eos>; no merges.
+
+    The names of the bytes are the byte-level alphabet of `tokenizers`: what Latin-1 can print stands for itself, the
+    others take the characters from U+0100 on, in order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = count(0x100)
+    vocab = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<bos>", "<eos>"])
+    return tokenizer
