@@ -1,0 +1,207 @@
+"""The whole system over real sockets: what clients get from a scarce cache that many of them share."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from processes import System, running_system
+from synthetic_oracle import continue_greedily
+
+from blockplane.client.client import Client
+from blockplane.protos.errors import AbortedError, CapacityError, DeadlineError, DuplicateError, InvalidRequestError
+
+BLOCK_SIZE = 16
+SEGMENT = 64
+WINDOW = 48
+USABLE_BLOCKS = 160
+"""About 40 % of what the 64 requests below would need at once, so that rows give way and resume."""
+
+
+@pytest.fixture(scope="module")
+def system() -> Iterator[System]:
+    with running_system(
+        f"--block-size={BLOCK_SIZE}",
+        f"--num-blocks={USABLE_BLOCKS + 1}",
+        f"--num-batched-tokens-buckets=16,{SEGMENT}",
+        "--num-seqs-buckets=1,2,4,8,16,32",
+        "--max-model-len=2048",
+        "--max-waiting-requests=100",
+    ) as system:
+        yield system
+
+
+@pytest.fixture
+def client(system: System) -> Iterator[Client]:
+    with system.client() as client:
+        yield client
+
+
+def prompt_of(length: int) -> list[int]:
+    return [(length * 31 + index * 7) % 256 for index in range(length)]
+
+
+def tokens_of(client: Client, prompt: list[int], num_tokens: int) -> list[int]:
+    deltas = client.generate(prompt, max_tokens=num_tokens, temperature=0, ignore_eos=True)
+    return [token_id for delta in deltas for token_id in delta.token_ids]
+
+
+def test_64_requests_at_once_get_the_tokens_of_their_solo_runs(client: Client) -> None:
+    """Lengths around every boundary: blocks, the window, segments, and several of each."""
+    edges = (BLOCK_SIZE, 2 * BLOCK_SIZE, WINDOW, SEGMENT, SEGMENT + BLOCK_SIZE, 2 * SEGMENT, 3 * SEGMENT)
+    lengths = [*sorted({edge + offset for edge in edges for offset in range(-5, 6)})[:58], 1, 2, 3, 5, 7, 300]
+    assert len(lengths) == 64
+    with ThreadPoolExecutor(64) as pool:
+        together = list(pool.map(lambda length: tokens_of(client, prompt_of(length), 24), lengths))
+    for length, tokens in zip(lengths, together, strict=True):
+        assert tokens == continue_greedily(prompt_of(length), 24, ignore_eos=True), f"prompt of {length}"
+    for length, tokens in list(zip(lengths, together, strict=True))[::8]:
+        assert tokens_of(client, prompt_of(length), 24) == tokens, f"prompt of {length}, alone"
+
+
+def test_a_request_fills_the_context_to_its_last_token(client: Client) -> None:
+    prompt = prompt_of(2040)
+    *_, last = client.generate(prompt, temperature=0, ignore_eos=True)
+    assert last.finish_reason == "length"
+    assert last.usage is not None
+    assert (last.usage.num_prompt_tokens, last.usage.num_output_tokens) == (2040, 8)
+
+
+def test_the_same_seed_gives_the_same_text_alone_and_in_company(client: Client) -> None:
+    def run(seed: int) -> list[int]:
+        deltas = client.generate(prompt_of(40), max_tokens=30, temperature=1.5, seed=seed, ignore_eos=True)
+        return [token_id for delta in deltas for token_id in delta.token_ids]
+
+    alone = run(42)
+    with ThreadPoolExecutor(12) as pool:
+        mates = list(pool.map(run, [*range(10), 42, 42]))
+    assert mates[10] == mates[11] == alone
+    assert len({tuple(tokens) for tokens in mates}) == 11, "other seeds give other texts"
+
+
+def test_deltas_join_to_the_text_and_no_character_is_split(client: Client) -> None:
+    deltas = list(client.generate("Grüße, 世界!", max_tokens=200, temperature=0, ignore_eos=True))
+    text = "".join(delta.text for delta in deltas)
+    token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
+    assert text == bytes(token_id for token_id in token_ids if token_id < 256).decode(errors="replace")
+    assert not any(delta.text.endswith("\ufffd") for delta in deltas[:-1])
+    assert any(ord(character) > 127 for character in text), "the synthetic text has characters of two bytes"
+    assert all(delta.finish_reason is None for delta in deltas[:-1])
+    assert deltas[-1].finish_reason == "length"
+
+
+def test_end_of_text_stops_a_request_that_does_not_ignore_it(client: Client) -> None:
+    for length in range(1, 60):
+        expected = continue_greedily(prompt_of(length), 80)
+        if len(expected) < 80:
+            break
+    deltas = list(client.generate(prompt_of(length), max_tokens=80, temperature=0))
+    assert [token_id for delta in deltas for token_id in delta.token_ids] == expected
+    assert deltas[-1].finish_reason == "stop"
+
+
+def test_a_stop_id_ends_the_request(client: Client) -> None:
+    tokens = continue_greedily(prompt_of(20), 24, ignore_eos=True)
+    stop = tokens[7]
+    deltas = list(client.generate(prompt_of(20), max_tokens=24, temperature=0, ignore_eos=True, stop_token_ids=[stop]))
+    assert [token_id for delta in deltas for token_id in delta.token_ids] == tokens[: tokens.index(stop) + 1]
+    assert deltas[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [-1]}, "prompt holds -1"),
+        ({"prompt": [258]}, "prompt holds 258"),
+        ({"prompt": [2**63 - 1]}, "prompt holds 9223372036854775807"),
+        ({"prompt": [1], "stop_token_ids": [258]}, "stop_token_ids"),
+        ({"prompt": [1], "stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"prompt": [1], "max_tokens": 0}, "max_tokens"),
+        ({"prompt": [1], "temperature": -1.0}, "temperature"),
+        ({"prompt": [1], "temperature": float("nan")}, "temperature"),
+        ({"prompt": [1] * 2048}, "max_model_len 2048"),
+    ],
+)
+def test_a_senseless_request_is_refused_by_its_field_and_the_server_lives(
+    client: Client, arguments: dict[str, object], field: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=field):
+        list(client.generate(**arguments))  # type: ignore[arg-type]
+    assert tokens_of(client, [1, 2], 2) == continue_greedily([1, 2], 2, ignore_eos=True)
+
+
+def test_a_live_id_is_refused_and_free_again_after_its_end(client: Client) -> None:
+    first = client.generate([1, 2], max_tokens=2000, ignore_eos=True, request_id="mine")
+    next(first)
+    with pytest.raises(DuplicateError, match="mine"):
+        list(client.generate([1], max_tokens=1, request_id="mine"))
+    client.abort(["mine"])
+    with pytest.raises(AbortedError):
+        list(first)
+    assert len(list(client.generate([1], max_tokens=1, request_id="mine"))) == 1
+
+
+def test_abort_from_another_connection_ends_the_stream_and_unknown_ids_are_fine(system: System, client: Client) -> None:
+    stream = client.generate([1, 2, 3], max_tokens=2000, ignore_eos=True, request_id="doomed")
+    next(stream)
+    with system.client() as other:
+        other.abort(["doomed", "never heard of"])
+        other.abort(["doomed"])
+    with pytest.raises(AbortedError, match="doomed"):
+        list(stream)
+
+
+def test_a_client_that_leaves_frees_its_row_and_blocks_for_others(client: Client) -> None:
+    """32 streams hold every row; they leave, and a prompt that needs nearly the whole cache is served at once."""
+    streams = [client.generate(prompt_of(40), max_tokens=2000, ignore_eos=True) for _ in range(32)]
+    with ThreadPoolExecutor(32) as pool:
+        list(pool.map(next, streams))
+    for stream in streams:
+        stream.close()
+    assert len(tokens_of(client, prompt_of(2000), 3)) == 3
+
+
+def test_a_full_queue_refuses_with_a_retry_and_accepted_streams_all_end_right(client: Client) -> None:
+    refused = threading.Event()
+
+    def run(index: int) -> list[int] | None:
+        try:
+            return tokens_of(client, [index % 250 + 1], 12)
+        except CapacityError:
+            refused.set()
+            return None
+
+    with ThreadPoolExecutor(180) as pool:
+        results = list(pool.map(run, range(180)))
+    assert refused.is_set()
+    for index, tokens in enumerate(results):
+        if tokens is not None:
+            assert tokens == continue_greedily([index % 250 + 1], 12, ignore_eos=True)
+
+
+def test_health_and_reflection_name_the_service(system: System) -> None:
+    with grpc.insecure_channel(system.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "blockplane.v1.Inference"):
+            answer = health.Check(health_pb2.HealthCheckRequest(service=service))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        (listed,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]))
+    names = {service.name for service in listed.list_services_response.service}
+    assert {"blockplane.v1.Inference", "grpc.health.v1.Health"} <= names
+
+
+def test_the_model_is_described_as_the_engine_serves_it(client: Client) -> None:
+    model = client.model_info()
+    assert (model.name, model.vocab_size, model.max_model_len) == ("synthetic", 258, 2048)
+    assert (model.bos_token_id, model.eos_token_ids) == (256, (257,))
+
+
+def test_a_deadline_ends_a_request_and_frees_its_row(client: Client) -> None:
+    with pytest.raises(DeadlineError):
+        list(client.generate([1], max_tokens=2000, ignore_eos=True, timeout=0.5))
+    assert len(tokens_of(client, prompt_of(2000), 2)) == 2

@@ -1,0 +1,459 @@
+"""Every vector of seed_vectors.json whose subject is built is a test here; the others are named by their subject."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from blockplane.control_plane.engine.kv_planning import bytes_per_block, plan_kv_cache
+from blockplane.control_plane.engine.request import Request
+from blockplane.control_plane.engine.scheduler import Scheduler
+from blockplane.data_plane.attention import DecodeBatch, PrefillBatch
+from blockplane.data_plane.block_table import BlockTable, null_to_skip
+from blockplane.data_plane.inputs import decode_inputs, prefill_inputs
+from blockplane.data_plane.models.synthetic import SyntheticModel
+from blockplane.data_plane.rows import Rows
+from blockplane.data_plane.runner import Runner
+from blockplane.kernels import reference
+from blockplane.kernels.slots import PAD_SLOT_ID, slots_of
+from blockplane.protos.buckets import choose_bucket
+from blockplane.protos.config import load_config
+from blockplane.protos.model import LayerKVSpec
+from blockplane.protos.plan import Admission, Configure, StepPlan, StepResult
+from blockplane.protos.sampling import SamplingParams
+
+CASES = {case["name"]: case for case in json.loads((Path(__file__).parent / "seed_vectors.json").read_text())["cases"]}
+
+NOT_BUILT_YET = {
+    "multi-token decode": {"spec_decode_4x4", "mask_cache_rule", "mask_cache_example", "mask_active_shape"}
+    | {"decode_threshold"},
+    "kv_segment_size": {
+        "kv_segments_iterated",
+        "partial_segment",
+        "kv_segment_size_allowed",
+        "kv_segment_not_divisible",
+    }
+    | {"buckets_must_match"},
+    "prefix cache": {"prefix_plus_segments", "incremental_allocation", "prefix_10_of_15", "prefix_10_of_15_block16"},
+    "KV groups and tensor parallel ranks": {"kv_cache_spec_tp2", "min_memory_over_ranks"},
+    "rows of a dense backend and smaller kernel blocks": {"move_and_swap", "map_to_kernel_blocks"}
+    | {"kernel_split_same_slot", "kernel_block_must_divide"},
+    "context parallel": {"cp_interleave", "cp_absent"},
+    "refusal of layer kinds at load": {"encoder_only_and_state_layers"},
+}
+
+Check = Callable[[dict[str, Any], dict[str, Any]], None]
+CHECKS: dict[str, Check] = {}
+
+
+def vector(check: Check) -> Check:
+    """Register a check under its vector's name, which is its own."""
+    CHECKS[check.__name__] = check
+    return check
+
+
+def test_every_vector_is_a_test_or_named_as_not_built() -> None:
+    not_built = set().union(*NOT_BUILT_YET.values())
+    assert CHECKS.keys() | not_built == CASES.keys()
+    assert not CHECKS.keys() & not_built
+
+
+# -- seed 000: blocks, slots, padding ----------------------------------------------------------------------------------
+
+
+def make_rows(block_tables: list[list[int]], num_tokens: list[int], computed: list[int], **configure: Any) -> Rows:
+    """Rows that hold requests of `num_tokens` tokens, of which `computed` are in the cache."""
+    settings = {
+        "block_size": 64,
+        "num_blocks": 100,
+        "max_model_len": 512,
+        "num_batched_tokens_buckets": (128, 256, 512),
+        "num_seqs_buckets": (8,),
+    }
+    rows = Rows(Configure(**{**settings, **configure}))
+    rows.apply(
+        StepPlan(
+            step=1,
+            admissions=tuple(
+                Admission(row, np.arange(1, tokens + 1, dtype=np.int32), tokens, done, 0.0, 0)
+                for row, (tokens, done) in enumerate(zip(num_tokens, computed, strict=True))
+            ),
+            block_rows=np.array([row for row, blocks in enumerate(block_tables) for _ in blocks], np.int32),
+            block_ids=np.array([block for blocks in block_tables for block in blocks], np.int32),
+        )
+    )
+    return rows
+
+
+def slots(block_tables: list[list[int]], req_indices: list[int], positions: list[int], block_size: int) -> list[int]:
+    """The formula on numpy and on torch, which must agree."""
+    table = np.array(block_tables, np.int32)
+    on_numpy = slots_of(table, np.array(req_indices), np.array(positions, np.int64), block_size)
+    on_torch = slots_of(
+        torch.from_numpy(table), torch.tensor(req_indices), torch.tensor(positions, dtype=torch.int64), block_size
+    )
+    assert on_numpy.dtype == np.int64
+    assert on_torch.dtype == torch.int64
+    assert on_numpy.tolist() == on_torch.tolist()
+    return [int(slot) for slot in on_numpy]
+
+
+@vector
+def cache_shape(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    configure = Configure(given["block_size"], given["total_blocks"], 64, (128,), (1,))
+    model = SyntheticModel("float32")
+    runner = Runner(model, configure)
+    spec = model.attentions[0].spec
+    shape = [runner.num_blocks, configure.block_size, spec.num_kv_heads, spec.head_dim]
+    assert [list(cache.shape) for cache in model.attentions[0].caches] == [shape, shape]
+    assert shape[:2] == expect["shape"][:2]
+    assert Scheduler(configure, (), 1).pool.num_usable == expect["usable_blocks"]
+
+
+@vector
+def slot_single(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    position, block_size = given["position"], given["block_size"]
+    assert position // block_size == expect["block_index"]
+    assert given["block_table"][expect["block_index"]] == expect["block_number"]
+    assert position % block_size == expect["block_offset"]
+    assert slots([given["block_table"]], [0], [position], block_size) == [expect["slot"]]
+
+
+@vector
+def slot_cross_boundary(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    positions = given["positions"]
+    assert slots([given["block_table"]], [0] * len(positions), positions, given["block_size"]) == expect["slots"]
+
+
+@vector
+def two_requests_one_batch(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    tables, rows, positions = given["block_tables"], given["req_indices"], given["positions"]
+    assert slots(tables, rows, positions, given["block_size"]) == expect["slots"]
+
+
+@vector
+def spec_decode_4x4_slots(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    for table, positions, wanted in zip(given["block_tables"], given["positions"], expect["slots"], strict=True):
+        assert slots([table], [0] * 4, positions, given["block_size"]) == wanted
+
+
+@vector
+def decode_batch_positions(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    positions = given["positions"]
+    tables = [[10 * row + 1, 10 * row + 2] for row in given["req_indices"]]
+    rows = make_rows(tables, [position + 1 for position in positions], positions)
+    inputs = decode_inputs(rows, np.array(given["req_indices"], np.int32))
+    written = inputs.batch.slot_mapping[inputs.batch.slot_mapping >= 0]
+    assert inputs.positions[: len(positions)].tolist() == positions
+    assert len(set(written.tolist())) == expect["num_slots"]
+
+
+@vector
+def prefill_bucket_choice(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    bucket = choose_bucket(given["num_tokens"], tuple(given["buckets"]))
+    assert bucket == expect["bucket"]
+    assert bucket - given["num_tokens"] == expect["padding"]
+
+
+@vector
+def prefill_100_padded_128(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    num_tokens, bucket = given["num_tokens"], given["bucket"]
+    blocks = [block for block in given["block_table"] if block]
+    assert len(blocks) == expect["blocks_needed"]
+    rows = make_rows([blocks], [num_tokens], [0], block_size=given["block_size"])
+    inputs = prefill_inputs(rows, np.array([0], np.int32), np.array([num_tokens], np.int32))
+    mapping = inputs.batch.slot_mapping
+    assert inputs.input_ids.shape == inputs.positions.shape == mapping.shape == (bucket,)
+    assert mapping[[0, 1, 63, 64, 99]].tolist() == expect["slots_0_1_63_64_99"]
+    assert mapping[num_tokens:].tolist() == [expect["pad_value"]] * expect["pad_slots"]
+    assert int((mapping != PAD_SLOT_ID).sum()) == expect["writes"]
+
+
+@vector
+def padding_allocates_nothing(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    scheduler = Scheduler(Configure(given["block_size"], 100, 512, (given["bucket"],), (8,)), (), 10)
+    scheduler.add(make_request(given["num_tokens"]))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert len(plan.block_ids) == expect["blocks_needed"]
+
+
+@vector
+def per_request_padding_inside_a_batch(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    """Padding after each request's own tokens is what a mask over the padded positions gives."""
+    padded = given["padded"]
+    req_indices = np.repeat(np.arange(len(padded)), padded)
+    positions = np.concatenate([np.arange(num, dtype=np.int64) for num in padded])
+    is_actual = positions < np.repeat(given["actual"], padded)
+    mapping = slots_of(np.array(given["block_tables"], np.int32), req_indices, positions, given["block_size"])
+    assert np.where(is_actual, mapping, PAD_SLOT_ID).tolist() == expect["slots"]
+
+
+@vector
+def null_block_remap(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    assert null_to_skip(np.array(given["block_table"], np.int32)).tolist() == expect["block_table"]
+
+
+@vector
+def num_seqs_buckets(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    buckets = tuple(given["num_seqs_buckets"])
+    for active, (bucket, padding) in expect["active_to_bucket_padding"].items():
+        assert choose_bucket(int(active), buckets) == bucket
+        assert bucket - int(active) == padding
+
+
+@vector
+def num_seqs_single_bucket(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    num_seqs_buckets(given, expect)
+
+
+@vector
+def num_seqs_beyond_last_bucket(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    """The last bucket is max_num_seqs, so at most 8 of 9 are scheduled; no other limit can be set."""
+    buckets = tuple(given["num_seqs_buckets"])
+    assert choose_bucket(given["active"], buckets) is None
+    scheduler = Scheduler(Configure(16, 100, 512, (512,), buckets), (), 10)
+    for _ in range(given["active"]):
+        scheduler.add(make_request(3))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert len(plan.admissions) == 8
+    assert expect["scheduled"].startswith("at most 8")
+
+
+@vector
+def decode_pad_2_of_8(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    rows = make_rows([[10], [8]], [21, 31], [20, 30], num_seqs_buckets=tuple(given["num_seqs_buckets"]))
+    inputs = decode_inputs(rows, np.array([0, 1], np.int32))
+    batch = inputs.batch
+    assert isinstance(batch, DecodeBatch)
+    assert list(inputs.input_ids.shape) == expect["input_ids_shape"]
+    assert set(inputs.input_ids[2:].tolist()) == {expect["input_ids_pad"]}
+    assert list(inputs.positions.shape) == expect["positions_shape"]
+    assert set(inputs.positions[2:].tolist()) == {expect["positions_pad"]}
+    assert list(batch.slot_mapping.shape) == expect["slot_mapping_shape"]
+    assert set(batch.slot_mapping[2:].tolist()) == {expect["slot_mapping_pad"]}
+    assert batch.block_table.shape[0] == expect["block_table_shape"][0]
+    assert inputs.logits_indices.tolist() == expect["sampling_positions"]
+    assert int((batch.slot_mapping >= 0).sum()) == expect["kv_writes"]
+    assert rows.block_table.num_blocks.sum() == 2 + expect["new_blocks_for_padding"]
+
+
+@vector
+def padding_rows_table(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    """Padding rows that point at existing rows and padding rows of skipped blocks: the same output for real rows."""
+    torch.manual_seed(0)
+    k_cache, v_cache = torch.randn(2, 6, 4, 1, 8)
+    query = torch.randn(4, 1, 2, 8)
+    seq_lens = torch.tensor([7, 3, 0, 0], dtype=torch.int32)
+    real = [[1, 2], [3, -1]]
+    outputs = [
+        reference.decode_attention(query, k_cache, v_cache, torch.tensor(real + padding), seq_lens, scale=0.3)
+        for padding in ([real[0], real[1]], [[-1, -1], [-1, -1]])
+    ]
+    assert torch.equal(outputs[0][:2], outputs[1][:2])
+    assert outputs[0][:2].abs().sum() > 0
+
+
+# -- seed 001: prefill in segments -------------------------------------------------------------------------------------
+
+
+def make_request(num_prompt_tokens: int, **params: Any) -> Request:
+    token_ids = list(range(1, num_prompt_tokens + 1))
+    return Request("r", token_ids, num_prompt_tokens, SamplingParams(params.pop("max_tokens", 4), **params), seed=0)
+
+
+def run_prefill(scheduler: Scheduler) -> list[StepPlan]:
+    """The steps until the only request's first token."""
+    plans = []
+    while (plan := scheduler.schedule()) is not None and plan.prefill_rows.size:
+        plans.append(plan)
+        is_last = scheduler.running[0].num_remaining_tokens == plan.prefill_num_tokens[0]
+        scheduler.update(StepResult(plan.step, np.full(int(is_last), 7, np.int32)))
+    return plans
+
+
+@vector
+def segmentation_10000(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    scheduler = Scheduler(Configure(128, 200, 16384, (given["max_num_batched_tokens"],), (8,)), (), 10)
+    scheduler.add(make_request(given["num_prompt_tokens"]))
+    segments = [int(plan.prefill_num_tokens[0]) for plan in run_prefill(scheduler)]
+    assert np.cumsum(segments).tolist() == expect["num_computed_after_each_step"]
+    assert segments[-1] == expect["last_step_tokens"]
+    assert 2048 - segments[-1] == expect["last_step_bucket_2048_padding"]
+
+
+@vector
+def prior_tokens_block_aligned(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    block_size = given["block_size"]
+    scheduler = Scheduler(Configure(block_size, 200, 8192, (given["budget"],), (8,)), (), 10)
+    for _ in range(given["decode_rows"]):
+        scheduler.add(make_request(5, max_tokens=50))
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.update(StepResult(1, np.full(given["decode_rows"], 7, np.int32)))
+    scheduler.add(make_request(5000))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert plan.decode_rows is not None
+    assert len(plan.decode_rows) == given["decode_rows"]
+    assert plan.prefill_num_tokens.tolist() == [given["budget"]]
+    assert given["budget"] % block_size == 0
+    assert expect["prefill_segment"].startswith("a multiple of 128")
+
+
+@vector
+def pad_active_only(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    blocks = list(range(1, 49))
+    rows = make_rows(
+        [blocks],
+        [given["num_prompt_tokens"]],
+        [given["cached"]],
+        block_size=128,
+        max_model_len=10240,
+        num_batched_tokens_buckets=(given["bucket"],),
+    )
+    inputs = prefill_inputs(rows, np.array([0], np.int32), np.array([given["active"]], np.int32))
+    assert isinstance(inputs.batch, PrefillBatch)
+    assert len(inputs.input_ids) == expect["tensor_tokens"]
+    assert int((inputs.batch.slot_mapping == PAD_SLOT_ID).sum()) == expect["padding"]
+    assert inputs.batch.prior_tokens.tolist() == [given["cached"]]
+
+
+@vector
+def padded_vs_actual_fields(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    assert expect["num_computed_advances_by"] == "num_scheduled_tokens"
+    check_advance(given["num_scheduled_tokens"], given["num_scheduled_tokens_padded"])
+
+
+@vector
+def padded_vs_actual_5000(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    assert check_advance(given["num_scheduled_tokens"], given["bucket"]) == expect["num_computed_advances_by"]
+
+
+def check_advance(num_scheduled: int, bucket: int) -> int:
+    """Run one padded prefill on the worker's rows; returns by how much its computed tokens advance."""
+    blocks = list(range(1, 1 + -(-num_scheduled // 128)))
+    rows = make_rows(
+        [blocks],
+        [num_scheduled],
+        [0],
+        block_size=128,
+        max_model_len=8192,
+        num_batched_tokens_buckets=(bucket,),
+    )
+    inputs = prefill_inputs(rows, np.array([0], np.int32), np.array([num_scheduled], np.int32))
+    assert len(inputs.input_ids) == bucket
+    rows.advance(inputs.rows, inputs.num_scheduled_tokens)
+    assert rows.num_computed_tokens[0] == num_scheduled
+    return int(rows.num_computed_tokens[0])
+
+
+# -- seed 002: planning and the first plan -----------------------------------------------------------------------------
+
+
+@vector
+def new_request_data(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    prompt = given["prompt_token_ids"]
+    scheduler = Scheduler(Configure(16, 16384, 4096, (2048,), (8,)), (128001,), 10)
+    scheduler.add(Request("0", list(prompt), len(prompt), SamplingParams(2), seed=0))
+    plan = scheduler.schedule()
+    assert plan is not None
+    (admission,) = plan.admissions
+    assert admission.token_ids.tolist() == prompt
+    assert [plan.block_ids.tolist()] == expect["block_ids"]
+    assert admission.num_computed_tokens == expect["num_computed_tokens"]
+    assert plan.prefill_num_tokens.tolist() == [expect["num_scheduled_tokens"]]
+    assert plan.prefill_num_tokens.sum() == expect["total_num_scheduled_tokens"]
+    assert expect["num_common_prefix_blocks"] == [len(plan.block_ids)], "a lone request shares all with itself"
+
+
+def test_the_bytes_of_a_block_are_those_of_the_seed_s_example() -> None:
+    """16384 blocks of one layer with 4 heads on each of 2 ranks take 536870912 bytes (seed 002)."""
+    given, expect = CASES["kv_cache_spec_tp2"]["given"], CASES["kv_cache_spec_tp2"]["expect"]
+    layer = LayerKVSpec("layers.0.self_attn", expect["num_kv_heads_per_rank"], given["head_size"], given["dtype"])
+    size = bytes_per_block([layer], given["block_size"]) * given["num_blocks"]
+    assert size == expect["bytes_per_tensor"]
+    configure = plan_kv_cache(load_config({"max_model_len": "4096"}, {}), [layer], size, 4096)
+    assert configure.num_blocks == given["num_blocks"]
+
+
+# -- seed 004: the block table -----------------------------------------------------------------------------------------
+
+
+@vector
+def table_shape_dtype(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    rows = make_rows([[10]], [3], [0])
+    assert rows.block_table.block_ids.dtype == np.int32
+    assert rows.block_table.block_ids.shape == (8, 8)
+    inputs = prefill_inputs(rows, np.array([0], np.int32), np.array([3], np.int32))
+    assert isinstance(inputs.batch, PrefillBatch)
+    assert inputs.batch.query_start_loc.dtype == torch.int32
+    assert inputs.batch.query_start_loc.shape == (2,)
+    assert f"torch.{expect['positions']}" == str(inputs.positions.dtype)
+    assert inputs.batch.slot_mapping.dtype == torch.int64
+
+
+@vector
+def append_empty(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    table = BlockTable(1, 4)
+    table.append_row(0, np.array([5], np.int32))
+    table.append_row(0, np.array(given["append_row"], np.int32))
+    assert table.num_blocks.tolist() == [1]
+    assert expect["num_blocks_per_row"] == "unchanged"
+
+
+@vector
+def add_row_shorter_leaves_no_stale_ids(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    table = BlockTable(1, 3)
+    table.add_row(0, np.array(given["row_before"], np.int32))
+    table.add_row(0, np.array(given["add_row"], np.int32))
+    assert table.block_ids[0].tolist() == expect["row"]
+    assert table.num_blocks[0] == expect["num_blocks"]
+
+
+@vector
+def clear_row(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    table = BlockTable(1, 3)
+    table.add_row(0, np.array(given["row"], np.int32))
+    table.clear_row(0)
+    assert table.block_ids[0].tolist() == expect["row"]
+    assert table.num_blocks[0] == expect["num_blocks"]
+
+
+@vector
+def pad_tail_from_stale_buffer(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    """Each step's slot mapping is a new array, so nothing stale is left to clear: the tail is -1 all the same."""
+    num_tokens, length = given["num_tokens"], given["max_num_tokens"]
+    rows = make_rows([[1]], [num_tokens], [0], num_batched_tokens_buckets=(length,))
+    inputs = prefill_inputs(rows, np.array([0], np.int32), np.array([num_tokens], np.int32))
+    assert inputs.batch.slot_mapping[num_tokens:].tolist() == expect["slot_mapping_5_8"]
+
+
+@vector
+def padding_rows_null(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    table = BlockTable(given["num_reqs"], 3)
+    table.add_row(0, np.array([4, 5], np.int32))
+    table.add_row(1, np.array([6], np.int32))
+    gathered = table.gather(np.array([0, 1]), given["num_reqs_padded"], 3)
+    assert gathered.tolist() == [[4, 5, -1], [6, -1, -1], [-1, -1, -1], [-1, -1, -1]]
+    assert expect["rows_2_3"].endswith("-1 at the attention boundary")
+
+
+@vector
+def max_num_blocks_alignment(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    for block_size, multiple in zip(given["block_sizes"], expect["row_width_multiple_of"], strict=True):
+        for max_model_len in range(1, 5 * block_size, 7):
+            width = Configure(block_size, 100, max_model_len, (512,), (8,)).max_blocks_per_row
+            assert width % multiple == 0
+            assert width * block_size >= max_model_len
+            assert (width - multiple) * block_size < max_model_len, "no wider than it must be"
+
+
+@pytest.mark.parametrize("name", sorted(CHECKS))
+def test_seed_vector(name: str) -> None:
+    CHECKS[name](CASES[name]["given"], CASES[name]["expect"])
