@@ -15,6 +15,8 @@ PEER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.max_ping_strikes", 0),
     # Two processes must not share one port in silence: the second is told that it is taken.
     ("grpc.so_reuseport", 0),
+    # A proxy that the environment names for the web is not the way to a peer, least of all on loopback.
+    ("grpc.enable_http_proxy", 0),
 ]
 
 RECONNECT_SECONDS = 0.2

@@ -1,0 +1,225 @@
+"""The Python client of `blockplane.v1.Inference`, synchronous and typed; knows neither terminals nor processes."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import grpc
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from blockplane.protos.channel import PEER_OPTIONS
+from blockplane.protos.errors import (
+    BlockplaneError,
+    DeadlineError,
+    InvalidRequestError,
+    ProtocolError,
+    UnavailableError,
+    error_of_status,
+)
+from blockplane.protos.finish import FinishReason
+from blockplane.v1 import inference_pb2 as pb
+from blockplane.v1.inference_pb2_grpc import InferenceStub
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+
+_CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    *PEER_OPTIONS,
+    # A server that has just come up is found within a second, not after gRPC's growing pauses.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+
+_FINISH_REASONS: dict[int, FinishReason] = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_CACHE_FULL: "cache_full",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a whole request; the prompt's include the BOS token that the server put before it."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a continuation gained since the last one; `finish_reason` and `usage` are None in all but the last."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None
+    usage: Usage | None
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a client may know of the model. `bos_token_id` is None where text prompts get none."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+
+class Client:
+    """One connection to a frontend; made when first used, and made again when lost.
+
+    Its calls raise the errors of `blockplane.protos.errors` and no other: the server's refusals with the server's
+    sentence, UnavailableError where no server answers. Any thread may call it.
+    """
+
+    def __init__(self, address: str) -> None:
+        """Say where the frontend listens: host:port or unix:PATH."""
+        self._address = address
+        self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._inference = InferenceStub(self._channel)
+        self._health = HealthStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection, and with it every open call."""
+        self._channel.close()
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        seed: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        request_id: str | None = None,
+        timeout: float | None = None,
+    ) -> Iterator[Delta]:
+        """Continue one prompt, given as text or as token ids.
+
+        The call starts with the first `next`. Leaving the iterator before its end cancels the request.
+
+        Args:
+            max_tokens: output tokens at most; None = as many as the context has room for.
+            temperature: 0 = greedy; None = the model's own default.
+            seed: 64 bits; None = the server draws one.
+            stop_token_ids: ids that end the text, besides the model's.
+            ignore_eos: go on past the model's end-of-text ids.
+            request_id: for `abort`; unique among live requests; None = the server draws one.
+            timeout: seconds that the whole request may take; None = no limit.
+
+        Raises:
+            InvalidRequestError: a value that the protocol cannot carry, at once; or that the server refuses, on `next`.
+            BlockplaneError: any other refusal or failure, on `next`.
+        """
+        try:
+            params = pb.SamplingParams(
+                max_tokens=max_tokens,
+                temperature=temperature,
+                seed=seed,
+                stop_token_ids=stop_token_ids,
+                ignore_eos=ignore_eos,
+            )
+            request = pb.GenerateRequest(request_id=request_id or "", sampling_params=params)
+            if isinstance(prompt, str):
+                request.text = prompt
+            else:
+                request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))
+        except ValueError as error:
+            raise InvalidRequestError(f"the request cannot be sent: {error}; correct that value.") from None
+        return self._stream(request, timeout)
+
+    def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> Iterator[Delta]:
+        with self._typed_errors():
+            call = self._inference.Generate(request, timeout=timeout)
+            try:
+                for response in call:
+                    yield _delta(response)
+            finally:
+                call.cancel()
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests by their ids, whoever streams them; unknown and ended ids are fine."""
+        with self._typed_errors():
+            self._inference.Abort(pb.AbortRequest(request_ids=request_ids))
+
+    def model_info(self) -> ServedModel:
+        with self._typed_errors():
+            response = self._inference.GetModelInfo(pb.GetModelInfoRequest())
+        return ServedModel(
+            name=response.name,
+            vocab_size=response.vocab_size,
+            max_model_len=response.max_model_len,
+            eos_token_ids=tuple(response.eos_token_ids),
+            bos_token_id=response.bos_token_id if response.HasField("bos_token_id") else None,
+        )
+
+    def wait_until_serving(self, timeout: float) -> None:
+        """Return once the server can take requests; it need not be up yet.
+
+        Raises:
+            UnavailableError: that did not come within `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                if self._watched_until_serving(left):
+                    return
+            except (UnavailableError, DeadlineError):
+                time.sleep(min(left, 0.1))
+        raise UnavailableError(f"{self._address} is not serving after {timeout:g} s; is a worker attached?")
+
+    def _watched_until_serving(self, timeout: float) -> bool:
+        """Whether the server said SERVING before `timeout` or the stream's end."""
+        with self._typed_errors():
+            watch = self._health.Watch(  # type: ignore[attr-defined] # the published stubs lack it
+                health_pb2.HealthCheckRequest(service=SERVICE), timeout=timeout, wait_for_ready=True
+            )
+            try:
+                return any(response.status == health_pb2.HealthCheckResponse.SERVING for response in watch)
+            finally:
+                watch.cancel()
+
+    @contextmanager
+    def _typed_errors(self) -> Iterator[None]:
+        """The one edge at which gRPC's failures become ours."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise self._error(error.code(), error.details() or "") from None
+
+    def _error(self, status: grpc.StatusCode, details: str) -> BlockplaneError:
+        if status is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineError(f"{self._address} did not answer in time; retry, or allow more time.")
+        # Our servers speak in sentences; other words are gRPC's own account of a connection.
+        if status is grpc.StatusCode.UNAVAILABLE and not details.endswith("."):
+            cause = details.rpartition(": ")[2]
+            return UnavailableError(f"no server answers on {self._address} ({cause}); start it, or name another.")
+        return error_of_status(status, details)
+
+
+def _delta(response: pb.GenerateResponse) -> Delta:
+    token_ids, reason, usage = tuple(response.token_ids), response.finish_reason, response.usage
+    if reason == pb.FINISH_REASON_UNSPECIFIED:
+        return Delta(token_ids, response.text, finish_reason=None, usage=None)
+    if reason not in _FINISH_REASONS:
+        raise ProtocolError(f"unknown finish reason {reason}; run the same version of client and server.")
+    return Delta(
+        token_ids,
+        response.text,
+        finish_reason=_FINISH_REASONS[reason],
+        usage=Usage(usage.num_prompt_tokens, usage.num_output_tokens),
+    )

@@ -1,0 +1,108 @@
+"""`blockplane up`: a whole system on this machine, until it is told to stop; knows neither models nor requests."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from blockplane.client.client import Client
+from blockplane.client.processes import MODULES, Child, stop
+from blockplane.protos.config import Config, as_flags, load_config
+from blockplane.protos.errors import ConfigurationError, UnavailableError
+
+EXIT_INTERRUPTED = 130
+"""What shells report of a command that SIGINT ended."""
+
+POLL_SECONDS = 0.1
+
+
+def up(flags: Mapping[str, Any], command: Sequence[str]) -> int:
+    """Run engine, frontend and worker until SIGINT or SIGTERM, or until `command`, a sub-command of ours, has ended.
+
+    Returns:
+        The exit status: the command's, or 0 where there is none.
+
+    Raises:
+        ConfigurationError: the settings contradict themselves, or the address is taken.
+        BlockplaneError: one of the processes ended; the message names it.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with tempfile.TemporaryDirectory(prefix="blockplane-") as folder:
+            # Only this user can open the folder, hence the engine's socket in it.
+            config = load_config(flags, defaults=Config(engine_address=f"unix:{folder}/engine.sock"))
+            return _run(config, command)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED if command else 0
+
+
+def _run(config: Config, command: Sequence[str]) -> int:
+    _refuse_taken(config.address)
+    with _children(config) as children:
+        ready = f"blockplane ready on {config.address} (model {_wait_until_serving(config.address, children)})"
+        print(ready, file=sys.stderr if command else sys.stdout, flush=True)
+        if command:
+            return _run_command(command, config.address, children)
+        while True:
+            _check(children)
+            time.sleep(POLL_SECONDS)
+
+
+@contextmanager
+def _children(config: Config) -> Iterator[list[Child]]:
+    children: list[Child] = []
+    try:
+        for name in MODULES:
+            children.append(Child(name, as_flags(config)))
+        yield children
+    finally:
+        stop(children)
+
+
+def _check(children: Sequence[Child]) -> None:
+    for child in children:
+        child.check()
+
+
+def _wait_until_serving(address: str, children: Sequence[Child]) -> str:
+    """Wait without a limit, since loading takes as long as it takes. Returns the model's name."""
+    with Client(address) as client:
+        while True:
+            _check(children)
+            try:
+                client.wait_until_serving(timeout=5 * POLL_SECONDS)
+                return client.model_info().name
+            except UnavailableError:
+                continue
+
+
+def _run_command(command: Sequence[str], address: str, children: Sequence[Child]) -> int:
+    """Run a sub-command on our terminal, as long as the system lives. Returns its exit status."""
+    environ = {**os.environ, "BLOCKPLANE_ADDRESS": address}
+    process = subprocess.Popen([sys.executable, "-m", "blockplane.client", *command], env=environ)  # noqa: S603
+    try:
+        while (status := process.poll()) is None:
+            _check(children)
+            time.sleep(POLL_SECONDS)
+        return status
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _refuse_taken(address: str) -> None:
+    """Raise ConfigurationError if anyone listens there: the health that we wait for must be our own frontend's."""
+    host, _, port = address.rpartition(":")
+    if port == "0":
+        raise ConfigurationError(f"address is {address}; name a port, so that clients can find it.")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
+    except (OSError, ValueError):
+        return
+    raise ConfigurationError(f"cannot listen on {address}: another process does; stop it or choose another address.")

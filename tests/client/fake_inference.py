@@ -1,0 +1,55 @@
+"""A server of `blockplane.v1.Inference` that answers as it is told; no engine is behind it."""
+
+import threading
+from dataclasses import dataclass, field
+
+import grpc
+from grpc_health.v1 import health, health_pb2
+
+from blockplane.client.client import SERVICE
+from blockplane.v1 import inference_pb2 as pb
+from blockplane.v1.inference_pb2_grpc import InferenceServicer
+
+WAIT_SECONDS = 60.0
+
+
+@dataclass
+class FakeInference(InferenceServicer):
+    """Streams `responses`, then ends as `failure` says, or goes on until the client leaves if `endless`."""
+
+    responses: tuple[pb.GenerateResponse, ...] = ()
+    failure: tuple[grpc.StatusCode, str] | None = None
+    endless: bool = False
+    requests: list[pb.GenerateRequest] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def Generate(self, request, context):  # noqa: N802 - named by the .proto
+        self.requests.append(request)
+        yield from self.responses
+        if self.failure is not None:
+            context.abort(*self.failure)
+        if self.endless:
+            context.add_callback(self.cancelled.set)
+            while not self.cancelled.wait(0.01):
+                yield pb.GenerateResponse(token_ids=[7], text="x")
+
+    def Abort(self, request, context):  # noqa: N802 - named by the .proto
+        self.aborted.extend(request.request_ids)
+        return pb.AbortResponse()
+
+    def GetModelInfo(self, request, context):  # noqa: N802 - named by the .proto
+        return pb.GetModelInfoResponse(name="fake", vocab_size=300, max_model_len=64, eos_token_ids=[1, 2])
+
+
+@dataclass(frozen=True)
+class FakeServer:
+    """A FakeInference on a real socket."""
+
+    address: str
+    inference: FakeInference
+    health: health.HealthServicer
+
+    def set_serving(self, serving: bool) -> None:
+        statuses = health_pb2.HealthCheckResponse
+        self.health.set(SERVICE, statuses.SERVING if serving else statuses.NOT_SERVING)

@@ -1,0 +1,179 @@
+"""The `blockplane` command: flags to requests, deltas to the terminal, failures to one sentence and a status."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from fake_inference import WAIT_SECONDS, FakeServer
+
+from blockplane import __version__
+from blockplane.client import cli
+from blockplane.client.processes import MODULES
+from blockplane.v1 import inference_pb2 as pb
+
+COMMAND = [sys.executable, "-m", "blockplane.client"]
+
+
+@pytest.fixture
+def story_server(fake_server: FakeServer) -> FakeServer:
+    fake_server.inference.responses = (
+        pb.GenerateResponse(token_ids=[5, 6], text="Once"),
+        pb.GenerateResponse(
+            token_ids=[7],
+            text=" möre",
+            finish_reason=pb.FINISH_REASON_STOP,
+            usage=pb.Usage(num_prompt_tokens=2, num_output_tokens=3),
+        ),
+    )
+    return fake_server
+
+
+def generate(server: FakeServer, *arguments: str) -> int:
+    return cli.main(["generate", "--address", server.address, *arguments])
+
+
+def test_generate_prints_the_text_and_one_line_end(story_server: FakeServer, capsys):
+    assert generate(story_server, "hi") == 0
+    assert capsys.readouterr() == ("Once möre\n", "")
+
+
+def test_json_lines_hold_the_deltas_and_only_the_last_its_end(story_server: FakeServer, capsys):
+    assert generate(story_server, "hi", "--json") == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
+        {"token_ids": [5, 6], "text": "Once"},
+        {
+            "token_ids": [7],
+            "text": " möre",
+            "finish_reason": "stop",
+            "usage": {"num_prompt_tokens": 2, "num_output_tokens": 3},
+        },
+    ]
+
+
+def test_flags_become_sampling_parameters(story_server: FakeServer):
+    generate(story_server, "hi", "--max-tokens", "4", "--temperature", "0", "--seed", "9", "--ignore-eos")
+    params = pb.SamplingParams(max_tokens=4, temperature=0.0, seed=9, ignore_eos=True)
+    assert story_server.inference.requests == [pb.GenerateRequest(text="hi", sampling_params=params)]
+
+
+def test_flags_not_given_leave_the_choice_to_the_model(story_server: FakeServer):
+    generate(story_server, "hi")
+    assert story_server.inference.requests[0].sampling_params == pb.SamplingParams()
+
+
+def test_a_dash_reads_the_prompt_from_standard_input_unchanged(story_server: FakeServer, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("two\nlines\n"))
+    assert generate(story_server, "-") == 0
+    assert story_server.inference.requests[0].text == "two\nlines\n"
+
+
+def test_the_address_may_come_from_the_environment(story_server: FakeServer, monkeypatch, capsys):
+    monkeypatch.setenv("BLOCKPLANE_ADDRESS", story_server.address)
+    assert cli.main(["generate", "hi"]) == 0
+    assert capsys.readouterr().out == "Once möre\n"
+
+
+def test_a_refusal_is_one_sentence_and_exit_1(fake_server: FakeServer, capsys):
+    fake_server.inference.failure = (grpc.StatusCode.INVALID_ARGUMENT, "max_tokens is 0; ask for at least 1 token.")
+    assert generate(fake_server, "hi") == 1
+    assert capsys.readouterr() == ("", "blockplane generate: max_tokens is 0; ask for at least 1 token.\n")
+
+
+def test_no_server_is_one_sentence_and_exit_1(free_address: str, capsys):
+    assert cli.main(["generate", "hi", "--address", free_address]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"blockplane generate: no server answers on {free_address}")
+
+
+def test_a_bad_setting_is_one_sentence_and_exit_1(monkeypatch, capsys):
+    monkeypatch.setenv("BLOCKPLANE_BLOCK_SIZE", "many")
+    assert cli.main(["generate", "hi"]) == 1
+    assert capsys.readouterr().err == "blockplane generate: block_size is 'many'; give a value of type int.\n"
+
+
+def endless_command(server: FakeServer) -> subprocess.Popen[bytes]:
+    server.inference.endless = True
+    return subprocess.Popen(
+        [*COMMAND, "generate", "hi", "--address", server.address], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def test_ctrl_c_cancels_the_request_and_is_quiet(fake_server: FakeServer):
+    process = endless_command(fake_server)
+    assert process.stdout.read(1) == b"x"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(WAIT_SECONDS) == 130
+    assert process.stderr.read() == b""
+    assert fake_server.inference.cancelled.wait(WAIT_SECONDS)
+    process.communicate()
+
+
+def test_a_reader_that_goes_away_ends_the_request_quietly(fake_server: FakeServer):
+    process = endless_command(fake_server)
+    assert process.stdout.read(1) == b"x"
+    process.stdout.close()
+    assert process.wait(WAIT_SECONDS) == 141
+    assert process.stderr.read() == b""
+    assert fake_server.inference.cancelled.wait(WAIT_SECONDS)
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_process_of_its_own_takes_its_flags_untouched(name: str):
+    shown = subprocess.run([*COMMAND, name, "--help"], capture_output=True, text=True, timeout=WAIT_SECONDS)
+    assert shown.returncode == 0
+    assert f"usage: blockplane {name} [-h]" in shown.stdout
+    assert "--stop-with-parent" in shown.stdout
+
+
+def test_a_process_of_its_own_takes_the_commands_place(monkeypatch):
+    became = []
+    monkeypatch.setattr(os, "execve", lambda *call: became.append(call) or sys.exit(0))
+    with pytest.raises(SystemExit):
+        cli.main(["worker", "--model", "synthetic", "--", "-x"])
+    path, arguments, _ = became[0]
+    assert path == sys.executable
+    assert arguments == [sys.executable, "-m", "blockplane.data_plane", "--model", "synthetic", "--", "-x"]
+
+
+def test_version_is_the_packages(capsys):
+    with pytest.raises(SystemExit) as exited:
+        cli.main(["--version"])
+    assert exited.value.code == 0
+    assert capsys.readouterr().out == f"blockplane {__version__}\n"
+
+
+def test_help_of_generate_shows_no_engine_setting(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--help"])
+    shown = capsys.readouterr().out
+    assert "--address" in shown
+    assert "--block-size" not in shown
+
+
+def test_a_slip_in_the_command_of_up_shows_before_anything_starts(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "up", lambda *_: pytest.fail("up began"))
+    with pytest.raises(SystemExit) as exited:
+        cli.main(["up", "--", "generate", "hi", "--max-tokens", "few"])
+    assert exited.value.code == 2
+    assert "--max-tokens" in capsys.readouterr().err
+
+
+def test_what_follows_two_dashes_is_the_command_of_up(monkeypatch):
+    calls = []
+    monkeypatch.setattr(cli, "up", lambda flags, command: calls.append((flags, command)) or 7)
+    assert cli.main(["up", "--model", "synthetic", "--", "generate", "hi", "--seed", "3"]) == 7
+    flags, command = calls[0]
+    assert (flags["model"], command) == ("synthetic", ["generate", "hi", "--seed", "3"])
+
+
+def test_an_unreadable_configuration_file_is_one_sentence(tmp_path: Path, capsys):
+    assert cli.main(["up", "--config", str(tmp_path / "none.toml")]) == 1
+    assert capsys.readouterr().err.startswith("blockplane up: cannot read the configuration file")

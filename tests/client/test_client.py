@@ -1,0 +1,201 @@
+"""The client over a real socket: what it sends, what it makes of the answers, and that leaving cancels."""
+
+import threading
+import time
+
+import grpc
+import pytest
+from fake_inference import WAIT_SECONDS, FakeServer
+
+from blockplane.client.client import Client, Delta, ServedModel, Usage
+from blockplane.protos.errors import (
+    AbortedError,
+    BlockplaneError,
+    CapacityError,
+    DuplicateError,
+    InvalidRequestError,
+    ProtocolError,
+    UnavailableError,
+)
+from blockplane.v1 import inference_pb2 as pb
+
+
+def last_response(**fields) -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        finish_reason=pb.FINISH_REASON_LENGTH, usage=pb.Usage(num_prompt_tokens=3, num_output_tokens=2), **fields
+    )
+
+
+def test_deltas_arrive_in_order_and_only_the_last_has_an_end(fake_server: FakeServer):
+    fake_server.inference.responses = (
+        pb.GenerateResponse(token_ids=[5], text="a"),
+        pb.GenerateResponse(token_ids=[6, 0], text=""),
+        last_response(token_ids=[8], text="é"),
+    )
+    with Client(fake_server.address) as client:
+        assert list(client.generate("hi")) == [
+            Delta((5,), "a", None, None),
+            Delta((6, 0), "", None, None),
+            Delta((8,), "é", "length", Usage(num_prompt_tokens=3, num_output_tokens=2)),
+        ]
+
+
+def test_a_delta_is_had_before_the_request_ends(fake_server: FakeServer):
+    fake_server.inference.endless = True
+    with Client(fake_server.address) as client:
+        assert next(client.generate("hi")).token_ids == (7,)
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (pb.FINISH_REASON_STOP, "stop"),
+        (pb.FINISH_REASON_LENGTH, "length"),
+        (pb.FINISH_REASON_CACHE_FULL, "cache_full"),
+    ],
+)
+def test_finish_reasons_have_the_names_of_the_contract(fake_server: FakeServer, number, reason):
+    fake_server.inference.responses = (pb.GenerateResponse(finish_reason=number),)
+    with Client(fake_server.address) as client:
+        assert [delta.finish_reason for delta in client.generate("hi")] == [reason]
+
+
+def test_a_finish_reason_of_a_newer_server_is_a_protocol_error(fake_server: FakeServer):
+    fake_server.inference.responses = (pb.GenerateResponse(finish_reason=77),)
+    with Client(fake_server.address) as client, pytest.raises(ProtocolError, match="77"):
+        list(client.generate("hi"))
+
+
+def test_what_is_not_given_is_absent_on_the_wire(fake_server: FakeServer):
+    with Client(fake_server.address) as client:
+        list(client.generate("hi"))
+    assert fake_server.inference.requests == [pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams())]
+
+
+def test_every_argument_reaches_the_server(fake_server: FakeServer):
+    with Client(fake_server.address) as client:
+        list(
+            client.generate(
+                [3, 1, 4],
+                max_tokens=9,
+                temperature=0.0,
+                seed=0,
+                stop_token_ids=(5, 6),
+                ignore_eos=True,
+                request_id="mine",
+            )
+        )
+    params = pb.SamplingParams(max_tokens=9, temperature=0.0, seed=0, stop_token_ids=[5, 6], ignore_eos=True)
+    assert fake_server.inference.requests == [
+        pb.GenerateRequest(request_id="mine", token_ids=pb.TokenIds(ids=[3, 1, 4]), sampling_params=params)
+    ]
+
+
+def test_an_empty_prompt_of_ids_is_still_a_prompt_of_ids(fake_server: FakeServer):
+    with Client(fake_server.address) as client:
+        list(client.generate([]))
+    assert fake_server.inference.requests[0].WhichOneof("prompt") == "token_ids"
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequestError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, CapacityError),
+        (grpc.StatusCode.UNAVAILABLE, UnavailableError),
+        (grpc.StatusCode.ALREADY_EXISTS, DuplicateError),
+        (grpc.StatusCode.CANCELLED, AbortedError),
+        (grpc.StatusCode.INTERNAL, BlockplaneError),
+    ],
+)
+def test_a_status_becomes_its_error_with_the_servers_sentence(fake_server: FakeServer, status, error):
+    fake_server.inference.responses = (pb.GenerateResponse(token_ids=[5]),)
+    fake_server.inference.failure = (status, "the lamp is out; light it.")
+    received = []
+    with Client(fake_server.address) as client, pytest.raises(BlockplaneError) as caught:
+        received.extend(client.generate("hi"))
+    assert type(caught.value) is error
+    assert str(caught.value) == "the lamp is out; light it."
+
+
+def test_no_server_is_an_unavailable_error_that_names_the_address(free_address: str):
+    with Client(free_address) as client, pytest.raises(UnavailableError, match=f"no server answers on {free_address}"):
+        list(client.generate("hi"))
+
+
+def test_a_web_proxy_in_the_environment_is_not_on_the_way(fake_server: FakeServer, free_address: str, monkeypatch):
+    monkeypatch.setenv("http_proxy", f"http://{free_address}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with Client(fake_server.address) as client:
+        assert client.model_info().name == "fake"
+
+
+def test_a_timeout_ends_the_request_at_the_server_too(fake_server: FakeServer):
+    fake_server.inference.endless = True
+    with Client(fake_server.address) as client:
+        with pytest.raises(BlockplaneError, match="in time"):
+            list(client.generate("hi", timeout=0.3))
+        assert fake_server.inference.cancelled.wait(WAIT_SECONDS)
+
+
+def test_leaving_the_iterator_cancels_the_request(fake_server: FakeServer):
+    fake_server.inference.endless = True
+    with Client(fake_server.address) as client:
+        for _ in client.generate("hi"):
+            break
+        assert fake_server.inference.cancelled.wait(WAIT_SECONDS)
+
+
+def test_closing_the_client_cancels_its_requests(fake_server: FakeServer):
+    fake_server.inference.endless = True
+    with Client(fake_server.address) as client:
+        deltas = client.generate("hi")
+        next(deltas)
+    assert fake_server.inference.cancelled.wait(WAIT_SECONDS)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"prompt": "hi", "max_tokens": -1},
+        {"prompt": "hi", "max_tokens": 2**32},
+        {"prompt": "hi", "seed": -1},
+        {"prompt": [2**63]},
+        {"prompt": "lone \udc80 surrogate"},
+    ],
+)
+def test_what_the_protocol_cannot_carry_is_an_invalid_request_at_once(free_address: str, arguments):
+    with Client(free_address) as client, pytest.raises(InvalidRequestError, match="cannot be sent"):
+        client.generate(**arguments)
+
+
+def test_abort_names_its_requests(fake_server: FakeServer):
+    with Client(fake_server.address) as client:
+        client.abort(["a", "b"])
+    assert fake_server.inference.aborted == ["a", "b"]
+
+
+def test_model_info_tells_an_absent_bos_token_from_token_zero(fake_server: FakeServer):
+    with Client(fake_server.address) as client:
+        assert client.model_info() == ServedModel("fake", 300, 64, (1, 2), bos_token_id=None)
+
+
+def test_waiting_ends_when_the_server_begins_to_serve(fake_server: FakeServer):
+    fake_server.set_serving(False)
+    serving = threading.Timer(0.3, fake_server.set_serving, [True])
+    started = time.monotonic()
+    with Client(fake_server.address) as client:
+        serving.start()
+        client.wait_until_serving(timeout=WAIT_SECONDS)
+    assert 0.3 <= time.monotonic() - started < WAIT_SECONDS / 2
+
+
+def test_waiting_gives_up_on_a_server_that_does_not_serve(fake_server: FakeServer):
+    fake_server.set_serving(False)
+    with Client(fake_server.address) as client, pytest.raises(UnavailableError, match=r"not serving after 0\.3 s"):
+        client.wait_until_serving(timeout=0.3)
+
+
+def test_waiting_gives_up_where_no_server_is(free_address: str):
+    with Client(free_address) as client, pytest.raises(UnavailableError, match=free_address):
+        client.wait_until_serving(timeout=0.3)
