@@ -46,7 +46,8 @@ class EngineServer(EngineServicer):
             async for response in self._drive_steps(request_iterator):
                 yield response
         except BlockplaneError as error:
-            logger.error("ended a worker's stream: %s", error)
+            level = logging.INFO if isinstance(error, UnavailableError) else logging.ERROR
+            logger.log(level, "a worker's stream ended: %s", error)
             await context.abort(error.status, str(error))
         finally:
             self._engine.detach_worker()

@@ -111,7 +111,9 @@ class EngineLink:
                     if error.code() != grpc.StatusCode.UNAVAILABLE:
                         raise error_of_status(error.code(), error.details() or "") from None
                 finally:
-                    await self._lose()
+                    was_attached = await self._lose()
+            if was_attached:
+                logger.warning("lost the engine at %s", self._engine_address)
             await asyncio.sleep(RECONNECT_SECONDS)
 
     async def _run_attached(self, channel: grpc.aio.Channel) -> None:
@@ -150,13 +152,13 @@ class EngineLink:
             if (stream := self._streams.get(ending.stream_id)) is not None:
                 stream.end(ending.outcome)
 
-    async def _lose(self) -> None:
-        """The engine is away, and with it every request that this frontend had there."""
+    async def _lose(self) -> bool:
+        """The engine is away, and with it every request that this frontend had there. Says whether it was attached."""
         was_attached, self._attached = self._attached, False
         for stream in self._streams.values():
             if not stream.has_ended:
                 stream.end(UnavailableError("the engine went away; send the request again."))
         self._submissions, self._aborted_stream_ids, self._aborted_request_ids = [], [], []
         if was_attached:
-            logger.warning("lost the engine at %s", self._engine_address)
             await self._on_model(None)
+        return was_attached
