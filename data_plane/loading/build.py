@@ -1,0 +1,84 @@
+"""Checkpoint -> Transformer: copies every tensor to its place and says how far it is; knows no file format."""
+
+import logging
+import re
+import time
+
+import torch
+from torch import Tensor
+
+from blockplane.data_plane.loading.checkpoint import Checkpoint
+from blockplane.data_plane.models.transformer import Transformer
+from blockplane.data_plane.models.weights import DecoderWeights
+from blockplane.protos.errors import ConfigurationError, ModelError
+
+_logger = logging.getLogger(__name__)
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_STORED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_PROGRESS_STEPS = 10
+
+
+def load_model(checkpoint: Checkpoint, dtype: str, max_model_len: int | None = None) -> Transformer:
+    """Fill a decoder from a checkpoint, whose tensors this uses up; progress and a final line go to the log.
+
+    Args:
+        dtype: "bfloat16" or "float32", of the weights and of the computation.
+        max_model_len: tokens that a sequence may hold; None = all that the model was made for.
+
+    Raises:
+        ModelError: a tensor is missing, unexpected or misshapen; the message names it.
+        ConfigurationError: the dtype is neither.
+    """
+    if dtype not in _DTYPES:
+        raise ConfigurationError(f"dtype is {dtype}; set it to one of {', '.join(_DTYPES)}.")
+    started = time.perf_counter()
+    weights = DecoderWeights(checkpoint.config, _DTYPES[dtype])
+    awaited = dict(weights.named_tensors())
+    progress = _Progress(checkpoint.name, sum(tensor.nbytes for tensor in awaited.values()))
+    for name, tensor in checkpoint.tensors:
+        if name in awaited:
+            target = awaited.pop(name)
+            _copy(name, tensor, target)
+            progress.add(target.nbytes)
+        elif not _is_redundant(name, checkpoint):
+            raise ModelError(
+                f"The checkpoint holds the tensor {name}, which its config does not account for; "
+                "choose a model of the same architecture."
+            )
+    if awaited:
+        others = f" and {len(awaited) - 1} more" if len(awaited) > 1 else ""
+        raise ModelError(f"The checkpoint lacks the tensor {next(iter(awaited))}{others}; fetch its files again.")
+    model = Transformer(checkpoint.config, weights, max_model_len)
+    seconds = time.perf_counter() - started
+    _logger.info("loaded %s: %d bytes as %s in %.1f s", checkpoint.name, progress.total, dtype, seconds)
+    return model
+
+
+class _Progress:
+    """Logs each tenth of the bytes once."""
+
+    def __init__(self, name: str, total: int) -> None:
+        self.total = total
+        self._name, self._done, self._logged = name, 0, 0
+
+    def add(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        step = self._done * _PROGRESS_STEPS // self.total
+        if step > self._logged:
+            self._logged = step
+            _logger.info("loading %s: %d %%", self._name, step * 100 // _PROGRESS_STEPS)
+
+
+def _copy(name: str, tensor: Tensor, target: Tensor) -> None:
+    if tensor.shape != target.shape:
+        expected, found = (list(shape) for shape in (target.shape, tensor.shape))
+        raise ModelError(f"Tensor {name} has the shape {found}, but the config makes it {expected}; fetch both again.")
+    if tensor.dtype not in _STORED_DTYPES:
+        raise ModelError(f"Tensor {name} is stored as {tensor.dtype}; choose a checkpoint in bfloat16 or float32.")
+    target.copy_(tensor)
+
+
+def _is_redundant(name: str, checkpoint: Checkpoint) -> bool:
+    """Tensors that some exports hold though the config implies them."""
+    tied_output = name == "lm_head.weight" and checkpoint.config.tied_embeddings
+    return tied_output or re.search(r"\.rotary_emb\.inv_freq$", name) is not None

@@ -1,0 +1,139 @@
+"""The one decoder of the Llama, Qwen3 and Gemma 3 families: its arithmetic; knows neither files nor steps."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from blockplane.data_plane.attention import Attention, AttentionBatch, AttentionSpec
+from blockplane.data_plane.models.config import LayerConfig, ModelConfig, RopeConfig
+from blockplane.data_plane.models.linear import fastest_linear
+from blockplane.data_plane.models.rope import rotary_table, rotate
+from blockplane.data_plane.models.weights import DecoderWeights, LayerWeights
+
+
+class Transformer:
+    """A decoder over filled weights; see `Model` for what the runner asks of it."""
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, max_model_len: int | None = None) -> None:
+        """Prepare for positions below `max_model_len`, by default all that the model was made for."""
+        self.config = config
+        self.vocab_size = config.vocab_size
+        self.dtype = str(weights.embeddings.dtype).removeprefix("torch.")
+        self._embeddings = fastest_linear(weights.embeddings)
+        self._output = self._embeddings if config.tied_embeddings else fastest_linear(weights.output)
+        # Rounded to the model's dtype, as the checkpoint's makers trained it.
+        scale = torch.tensor(config.embedding_scale or 1.0, dtype=weights.embeddings.dtype)
+        self._embedding_scale = None if config.embedding_scale is None else scale.item()
+        num_positions = max_model_len or config.max_position_embeddings
+        self._rotary_tables = {
+            rope: rotary_table(rope, config.head_dim, num_positions) for rope in {layer.rope for layer in config.layers}
+        }
+        self._norm = RMSNorm(weights.norm, config, weights.embeddings.dtype)
+        self._layers = [
+            DecoderLayer(config, layer, layer_weights)
+            for layer, layer_weights in zip(config.layers, weights.layers, strict=True)
+        ]
+        self.attentions: tuple[Attention, ...] = tuple(layer.attention for layer in self._layers)
+
+    @torch.inference_mode()
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+        """int64 [num_tokens] twice -> hidden states [num_tokens, hidden_size]; writes the batch's KV."""
+        hidden = self._embeddings.embed(input_ids)
+        if self._embedding_scale is not None:
+            hidden = hidden * self._embedding_scale
+        rotations = {rope: table[positions].unbind(1) for rope, table in self._rotary_tables.items()}
+        for layer in self._layers:
+            hidden = layer(hidden, rotations[layer.rope], batch)
+        return self._norm(hidden)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[num_sampled, hidden_size] -> float32 [num_sampled, vocab_size]."""
+        logits = self._output(hidden).float()
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+class DecoderLayer:
+    """Attention, then a gated MLP, each around a residual addition."""
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig, weights: LayerWeights) -> None:
+        self.rope: RopeConfig = layer.rope
+        self.attention = Attention(
+            AttentionSpec(
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                scale=config.query_scale,
+                sliding_window=layer.sliding_window,
+                soft_cap=config.attention_soft_cap,
+            )
+        )
+        self._qkv = fastest_linear(weights.qkv, weights.qkv_bias)
+        self._output = fastest_linear(weights.output, weights.output_bias)
+        self._gate_up, self._down = fastest_linear(weights.gate_up), fastest_linear(weights.down)
+        self._gelu = config.activation == "gelu_tanh"
+        self._head_shape = (config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        self._num_rotated = config.num_heads + config.num_kv_heads
+        self._num_heads = config.num_heads
+
+        def norm(weight: Tensor | None) -> RMSNorm | None:
+            return None if weight is None else RMSNorm(weight, config, weights.qkv.dtype)
+
+        self._attention_norm = RMSNorm(weights.attention_norm, config, weights.qkv.dtype)
+        self._mlp_norm = RMSNorm(weights.mlp_norm, config, weights.qkv.dtype)
+        self._attention_output_norm = norm(weights.attention_output_norm)
+        self._mlp_output_norm = norm(weights.mlp_output_norm)
+        self._qk_norm = norm(_per_head(weights, config))
+
+    def __call__(self, hidden: Tensor, rotation: tuple[Tensor, ...], batch: AttentionBatch) -> Tensor:
+        """[num_tokens, hidden_size] -> the same shape. `rotation`: cosines and sines of this layer's rope."""
+        attended = self._attend(self._attention_norm(hidden), rotation, batch)
+        if self._attention_output_norm is not None:
+            attended = self._attention_output_norm(attended)
+        hidden = hidden + attended
+        activated = self._mlp(self._mlp_norm(hidden))
+        if self._mlp_output_norm is not None:
+            activated = self._mlp_output_norm(activated)
+        return hidden + activated
+
+    def _attend(self, normed: Tensor, rotation: tuple[Tensor, ...], batch: AttentionBatch) -> Tensor:
+        heads = self._qkv(normed).view(-1, *self._head_shape)
+        query_key, value = heads[:, : self._num_rotated], heads[:, self._num_rotated :]
+        if self._qk_norm is not None:
+            query_key = self._qk_norm(query_key)
+        rotated = rotate(query_key, *rotation).to(value.dtype)
+        query, key = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
+        attended = self.attention(query, key, value, batch).flatten(1)
+        return self._output(attended)
+
+    def _mlp(self, normed: Tensor) -> Tensor:
+        gate, up = self._gate_up(normed).chunk(2, dim=-1)
+        gate = functional.gelu(gate, approximate="tanh") if self._gelu else functional.silu(gate)
+        return self._down(gate * up)
+
+
+class RMSNorm:
+    """x / rms(x) * weight over the last axis, reckoned in float32 (Zhang and Sennrich 2019, arXiv 1910.07467).
+
+    Families differ in where they round to the model's dtype: Gemma after the product with 1 + weight, the others
+    before the product with weight.
+    """
+
+    def __init__(self, weight: Tensor, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._rounds_last = config.norm_adds_one
+        self._weight = weight + 1.0 if config.norm_adds_one else weight.to(dtype)
+        self._eps = config.norm_eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        normed = functional.rms_norm(x.float(), x.shape[-1:], eps=self._eps)
+        if self._rounds_last:
+            return (normed * self._weight).to(x.dtype)
+        return normed.to(x.dtype) * self._weight
+
+
+def _per_head(weights: LayerWeights, config: ModelConfig) -> Tensor | None:
+    """Query and key norms side by side, [num_heads + num_kv_heads, head_dim], so that one product serves both."""
+    if weights.q_norm is None or weights.k_norm is None:
+        return None
+    return torch.cat((weights.q_norm.expand(config.num_heads, -1), weights.k_norm.expand(config.num_kv_heads, -1)))

@@ -1,0 +1,286 @@
+"""Checkpoints on disk: GGUF equals Hugging Face, special tokens are told apart from text, and faults are named."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from blockplane.data_plane.loading.build import load_model
+from blockplane.data_plane.loading.checkpoint import open_checkpoint
+from blockplane.protos.errors import ConfigurationError, ModelError
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "num_hidden_layers": 2,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: LlamaForCausalLM(
+        LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE | {"original_max_position_embeddings": 32})
+    ),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(**SIZES | {"num_hidden_layers": 7}, sliding_window=8, query_pre_attn_scalar=16)
+    ),
+}
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "post_attention_layernorm": "ffn_norm",
+}
+GEMMA_NAMES = GGUF_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def write_gguf(path: Path, model: PreTrainedModel, architecture: str) -> Path:
+    """Write what llama.cpp's converter would: its names, its order of rotated rows, its norms, its metadata."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name(f"tiny {architecture}")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(1e6 if architecture == "gemma3" else 1e4)
+    if architecture == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
+    add_tokenizer(writer, "gpt2" if architecture == "qwen3" else "llama")
+    for name, tensor in model.state_dict().items():
+        if name != "lm_head.weight" or not config.tie_word_embeddings:
+            writer.add_tensor(*gguf_tensor(name, tensor, architecture, config))
+    if architecture == "llama":
+        plain = 1e4 ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
+        writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, kind: str) -> None:
+    writer.add_tokenizer_model(kind)
+    if kind == "gpt2":
+        letters = [chr(code) for code in range(ord("!"), ord("~") + 1)]
+        tokens = [*letters, "ab", "abc"]
+        writer.add_tokenizer_pre("qwen2")
+        writer.add_token_merges(["a b", "ab c"])
+        writer.add_token_types([1] * len(tokens))
+    else:
+        tokens = [
+            "<unk>",
+            "<s>",
+            "</s>",
+            *(f"<0x{byte:02X}>" for byte in range(86)),
+            "\u2581",
+            "a",
+            "b",
+            "ab",
+            "\u2581ab",
+        ]
+        writer.add_token_scores([-float(index) for index in range(len(tokens))])
+        writer.add_token_types([2, 3, 3, *[6] * 86, *[1] * 5])
+        writer.add_unk_token_id(0)
+    writer.add_token_list(tokens)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
+def gguf_tensor(name, tensor, architecture, config):
+    names = GEMMA_NAMES if architecture == "gemma3" else GGUF_NAMES
+    prefix, _, kind = name.rpartition(".")
+    layer = ""
+    if prefix.startswith("model.layers."):
+        _, _, index, prefix = prefix.split(".", 3)
+        layer = f"blk.{index}."
+    if architecture == "gemma3" and "norm" in prefix:
+        tensor = tensor + 1.0
+    if architecture == "llama" and prefix in ("self_attn.q_proj", "self_attn.k_proj"):
+        num_heads = config.num_attention_heads if "q_proj" in prefix else config.num_key_value_heads
+        tensor = tensor.reshape(num_heads, 2, -1, tensor.shape[-1]).transpose(1, 2).reshape(tensor.shape)
+    return f"{layer}{names[prefix]}.{kind}", tensor.contiguous().numpy()
+
+
+@pytest.fixture(params=MODELS)
+def twins(request, tmp_path, randomized, save_checkpoint):
+    """The same model as a Hugging Face directory and as a GGUF file."""
+    model = randomized(MODELS[request.param]())
+    return save_checkpoint(model, tmp_path / "hf"), write_gguf(tmp_path / "tiny.gguf", model, request.param)
+
+
+@pytest.fixture
+def tiny_llama(tmp_path, randomized, save_checkpoint) -> Path:
+    return save_checkpoint(randomized(MODELS["llama"]()), tmp_path)
+
+
+def edit_tensors(directory: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_gguf_gives_the_logits_of_its_hugging_face_twin(twins, block_kv_driver):
+    token_ids = torch.randint(0, 96, (24,)).tolist()
+    from_hf, from_gguf = (
+        block_kv_driver(load_model(open_checkpoint(str(path)), "float32"), 4, 24).prefill(token_ids) for path in twins
+    )
+    torch.testing.assert_close(from_gguf, from_hf, rtol=1e-4, atol=1e-4 * from_hf.abs().max().item())
+
+
+def test_quantized_tensors_are_read_in_pieces_as_gguf_reads_them_whole(tmp_path):
+    from blockplane.data_plane.loading.gguf_file import GgufFile
+
+    values = torch.randn(1100, 256).numpy()
+    kinds = [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.BF16, gguf.GGMLQuantizationType.F16]
+    writer = gguf.GGUFWriter(tmp_path / "quantized.gguf", "llama")
+    stored = {kind.name: gguf.quantize(values, kind) for kind in kinds}
+    for kind in kinds:
+        writer.add_tensor(kind.name, stored[kind.name], raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GgufFile(tmp_path / "quantized.gguf")
+    for kind in kinds:
+        assert (file.tensor(kind.name) == gguf.dequantize(stored[kind.name], kind)).all(), kind.name
+
+
+def test_loading_logs_each_tenth_and_a_final_line_with_bytes_and_seconds(tiny_llama, caplog):
+    caplog.set_level(logging.INFO)
+    load_model(open_checkpoint(str(tiny_llama)), "bfloat16")
+    assert "100 %" in caplog.messages[-2]
+    assert 2 < len(caplog.messages) <= 11
+    num_bytes = sum(
+        # Norms stay float32.
+        tensor.numel() * (4 if "norm" in name else 2)
+        for name, tensor in load_file(tiny_llama / "model.safetensors").items()
+    )
+    assert f"{num_bytes} bytes" in caplog.messages[-1]
+
+
+def test_bos_is_told_apart_and_never_added_by_the_tokenizer_itself(tiny_llama):
+    checkpoint = open_checkpoint(str(tiny_llama))
+    tokenizer = Tokenizer.from_str(checkpoint.tokenizer_json.decode())
+    assert checkpoint.bos_token_id == 1
+    assert tokenizer.encode("a t7").ids == [3, 7]
+
+
+@pytest.mark.parametrize(("adds", "expected"), [(False, None), (True, 1)])
+def test_tokenizer_config_decides_whether_bos_is_added(tiny_llama, adds, expected):
+    settings = {"add_bos_token": adds, "bos_token": {"content": "<s>"}}
+    (tiny_llama / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert open_checkpoint(str(tiny_llama)).bos_token_id == expected
+
+
+def test_a_tokenizer_that_adds_nothing_has_no_bos(tiny_llama):
+    document = json.loads((tiny_llama / "tokenizer.json").read_bytes())
+    (tiny_llama / "tokenizer.json").write_text(json.dumps(document | {"post_processor": None}))
+    assert open_checkpoint(str(tiny_llama)).bos_token_id is None
+
+
+def test_generation_config_outranks_config(tiny_llama):
+    (tiny_llama / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 9], "temperature": 0.6}))
+    checkpoint = open_checkpoint(str(tiny_llama))
+    assert checkpoint.eos_token_ids == (2, 9)
+    assert checkpoint.defaults.temperature == 0.6
+
+
+def test_a_missing_tensor_is_named(tiny_llama):
+    edit_tensors(tiny_llama, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(open_checkpoint(str(tiny_llama)), "float32")
+
+
+def test_an_unexpected_tensor_is_named(tiny_llama):
+    edit_tensors(tiny_llama, lambda tensors: tensors.update({"model.layers.0.router.weight": torch.ones(2)}))
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.router\.weight"):
+        load_model(open_checkpoint(str(tiny_llama)), "float32")
+
+
+def test_a_misshapen_tensor_is_named(tiny_llama):
+    edit_tensors(tiny_llama, lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight has the shape \[7\].*\[48\]"):
+        load_model(open_checkpoint(str(tiny_llama)), "float32")
+
+
+def test_rotary_frequencies_in_a_checkpoint_are_harmless(tiny_llama):
+    edit_tensors(
+        tiny_llama, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    )
+    load_model(open_checkpoint(str(tiny_llama)), "float32")
+
+
+def test_an_unknown_dtype_is_refused(tiny_llama):
+    with pytest.raises(ConfigurationError, match="float8"):
+        load_model(open_checkpoint(str(tiny_llama)), "float8")
+
+
+@pytest.mark.parametrize("missing", ["model.safetensors", "tokenizer.json"])
+def test_a_missing_file_is_named(tiny_llama, missing):
+    (tiny_llama / missing).unlink()
+    with pytest.raises(ModelError, match=missing.replace(".", r"\.")):
+        open_checkpoint(str(tiny_llama))
+
+
+def test_a_path_that_is_no_model_is_told_what_is_accepted(tmp_path):
+    with pytest.raises(ModelError, match=r"config\.json.*\.gguf.*gemma3-270m"):
+        open_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"), [(b"PK\x03\x04 and more", "not a GGUF file"), (b"GGUF\x03\0", "cut short")]
+)
+def test_a_file_that_is_not_whole_gguf_is_refused(tmp_path, content, reason):
+    (tmp_path / "broken.gguf").write_bytes(content)
+    with pytest.raises(ModelError, match=reason):
+        open_checkpoint(str(tmp_path / "broken.gguf"))
+
+
+def test_an_unknown_gguf_architecture_is_named(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "mamba.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match="mamba"):
+        open_checkpoint(str(tmp_path / "mamba.gguf"))

@@ -1,0 +1,167 @@
+"""The reference kernels against dense attention in float64, over scattered blocks in caches full of NaN."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from blockplane.kernels.reference import decode_attention, segmented_attention, write_kv
+from blockplane.kernels.slots import PAD_SLOT_ID, SKIP_BLOCK_ID, slots_of
+
+HEAD_DIM = 8
+SCALE = 0.3
+
+
+@dataclass(frozen=True)
+class Shape:
+    block_size: int
+    num_kv_heads: int
+    group: int
+    sliding_window: int | None
+    soft_cap: float | None
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group
+
+
+SHAPES = st.builds(
+    Shape,
+    block_size=st.sampled_from([1, 2, 4, 16]),
+    num_kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    sliding_window=st.sampled_from([None, 1, 3, 8, 100]),
+    soft_cap=st.sampled_from([None, 0.5, 20.0]),
+)
+
+
+class Cache:
+    """The KV of several sequences in scattered blocks; every slot that no sequence owns holds NaN."""
+
+    def __init__(self, shape: Shape, seq_lens: list[int], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.shape = shape
+        widths = [-(-seq_len // shape.block_size) for seq_len in seq_lens]
+        total_blocks = 1 + 2 * sum(widths)
+        free = iter((1 + torch.randperm(total_blocks - 1, generator=generator)).tolist())
+        self.block_table = torch.full((len(seq_lens), max(widths) + 2), SKIP_BLOCK_ID, dtype=torch.int32)
+        for row, width in enumerate(widths):
+            self.block_table[row, :width] = torch.tensor([next(free) for _ in range(width)])
+        self.keys, self.values, self.queries = (
+            [torch.randn(seq_len, heads, HEAD_DIM, generator=generator) for seq_len in seq_lens]
+            for heads in (shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
+        )
+        self.k_cache, self.v_cache = (
+            torch.full((total_blocks, shape.block_size, shape.num_kv_heads, HEAD_DIM), float("nan")) for _ in range(2)
+        )
+        self.owned = torch.zeros(total_blocks * shape.block_size, dtype=torch.bool)
+        for row, seq_len in enumerate(seq_lens):
+            slots = self.slots(row, torch.arange(seq_len))
+            self.owned[slots] = True
+            write_kv(self.keys[row], self.values[row], self.k_cache, self.v_cache, slots)
+
+    def slots(self, row: int, positions: Tensor) -> Tensor:
+        return slots_of(self.block_table, torch.full_like(positions, row), positions, self.shape.block_size)
+
+    def dense(self, row: int, first: int) -> Tensor:
+        """The right answer in float64 for the queries of a row from position `first` on, one query at a time."""
+        shape = self.shape
+        outputs = []
+        for position in range(first, len(self.queries[row])):
+            start = 0 if shape.sliding_window is None else max(0, position - shape.sliding_window + 1)
+            for head in range(shape.num_heads):
+                keys = self.keys[row][start : position + 1, head // shape.group].double()
+                values = self.values[row][start : position + 1, head // shape.group].double()
+                scores = keys @ self.queries[row][position, head].double() * SCALE
+                if shape.soft_cap is not None:
+                    scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
+                outputs.append(torch.softmax(scores, dim=0) @ values)
+        return torch.stack(outputs).view(-1, shape.num_heads, HEAD_DIM)
+
+    def settings(self) -> dict[str, float | int | None]:
+        return {"scale": SCALE, "sliding_window": self.shape.sliding_window, "soft_cap": self.shape.soft_cap}
+
+    def assert_only_owned_slots_are_finite(self) -> None:
+        for cache in (self.k_cache, self.v_cache):
+            assert torch.equal(cache.flatten(0, 1).isfinite().all(dim=(1, 2)), self.owned)
+            assert torch.equal(cache.flatten(0, 1).isnan().any(dim=(1, 2)), ~self.owned)
+
+
+def assert_close(output: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=SHAPES,
+    seq_lens=st.lists(st.integers(3, 20), min_size=1, max_size=3),
+    num_new_tokens=st.integers(1, 3),
+    seed=st.integers(0, 999),
+)
+def test_decode_equals_dense_attention_and_padding_rows_are_zero(shape, seq_lens, num_new_tokens, seed):
+    cache = Cache(shape, seq_lens, seed)
+    padded_table = torch.cat((cache.block_table, torch.full_like(cache.block_table[:1], SKIP_BLOCK_ID)))
+    query = torch.stack([queries[-num_new_tokens:] for queries in cache.queries])
+    query = torch.cat((query, torch.full_like(query[:1], float("nan"))))
+    output = decode_attention(
+        query,
+        cache.k_cache,
+        cache.v_cache,
+        padded_table,
+        torch.tensor([*seq_lens, 0], dtype=torch.int32),
+        **cache.settings(),
+    )
+    for row, seq_len in enumerate(seq_lens):
+        assert_close(output[row], cache.dense(row, seq_len - num_new_tokens))
+    assert not output[-1].any()
+    cache.assert_only_owned_slots_are_finite()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=SHAPES,
+    segments=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), min_size=1, max_size=3),
+    num_padding=st.integers(0, 4),
+    seed=st.integers(0, 999),
+)
+def test_segments_equal_dense_attention_and_padding_tokens_are_zero(shape, segments, num_padding, seed):
+    cache = Cache(shape, [prior + count for prior, count in segments], seed)
+    counts = [count for _, count in segments]
+    packed = [queries[prior:] for queries, (prior, _) in zip(cache.queries, segments, strict=True)]
+    padding = torch.full((num_padding, shape.num_heads, HEAD_DIM), float("nan"))
+    query_start_loc = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    output = segmented_attention(
+        torch.cat((*packed, padding)),
+        cache.k_cache,
+        cache.v_cache,
+        cache.block_table,
+        query_start_loc,
+        torch.tensor([prior for prior, _ in segments], dtype=torch.int32),
+        **cache.settings(),
+    )
+    parts = output.split([*counts, num_padding])
+    for row, (prior, _) in enumerate(segments):
+        assert_close(parts[row], cache.dense(row, prior))
+    assert not parts[-1].any()
+    cache.assert_only_owned_slots_are_finite()
+
+
+def test_padding_never_writes_a_slot():
+    k_cache, v_cache = torch.zeros(3, 2, 1, HEAD_DIM), torch.zeros(3, 2, 1, HEAD_DIM)
+    new = torch.ones(3, 1, HEAD_DIM)
+    write_kv(new, 2 * new, k_cache, v_cache, torch.tensor([PAD_SLOT_ID, 3, PAD_SLOT_ID]))
+    for cache, value in ((k_cache, 1.0), (v_cache, 2.0)):
+        written = cache.flatten(0, 1)[:, 0, 0]
+        assert written.tolist() == [0.0, 0.0, 0.0, value, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_new_kv_is_cast_to_the_caches_dtype(dtype):
+    k_cache, v_cache = torch.zeros(2, 1, 1, HEAD_DIM, dtype=dtype), torch.zeros(2, 1, 1, HEAD_DIM, dtype=dtype)
+    new = torch.randn(1, 1, HEAD_DIM)
+    write_kv(new, new, k_cache, v_cache, torch.tensor([1]))
+    assert torch.equal(k_cache[1], new.to(dtype))
+    assert torch.equal(v_cache[1], new.to(dtype))
