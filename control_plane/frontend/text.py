@@ -47,8 +47,10 @@ class Text:
         A decoder may strip the space before the first token of all, so that any other is decoded behind some text.
         """
         text = self.decode([token_id]) if is_first else self.decode([*self._lead, token_id])[self._lead_len :]
-        # Only what is no whole character by itself is read from the token's name, which spells its bytes.
-        return _spelled_bytes(self._tokenizer.id_to_token(token_id)) if _REPLACEMENT in text else text.encode()
+        if _REPLACEMENT not in text:
+            return text.encode()
+        # No whole character by itself: only the token's name tells its bytes.
+        return _spelled_bytes(self._tokenizer.id_to_token(token_id) or "")
 
 
 class Continuation:
