@@ -102,20 +102,21 @@ def load_config(
 
 def as_flags(config: Config) -> list[str]:
     """The command line that gives another process this very configuration."""
-    return [part for setting in fields(Config) for part in _as_flag(setting.name, getattr(config, setting.name))]
+    return [_as_flag(setting.name, getattr(config, setting.name)) for setting in fields(Config)]
 
 
-def _as_flag(name: str, value: Any) -> tuple[str, str]:
+def _as_flag(name: str, value: Any) -> str:
     text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    return f"--{name.replace('_', '-')}", text
+    # One word, not two: a value may begin with a dash.
+    return f"--{name.replace('_', '-')}={text}"
 
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        values = tomllib.loads(path.read_text())
+        values = tomllib.loads(path.read_bytes().decode())
     except OSError as error:
         raise ConfigurationError(f"cannot read the configuration file {path}: {error.strerror}.") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path} is not TOML: {error}.") from error
     unknown = values.keys() - {setting.name for setting in fields(Config)}
     if unknown:
@@ -128,26 +129,49 @@ def _parse(name: str, value: Any) -> Any:
     kind = type(getattr(_DEFAULTS, name))
     try:
         if kind is tuple:
-            return tuple(int(item) for item in (value.split(",") if isinstance(value, str) else value))
-        return kind(value)
+            return tuple(map(_whole_number, value.split(",") if isinstance(value, str) else value))
+        if kind is int:
+            return _whole_number(value)
     except (TypeError, ValueError):
-        wanted = "whole numbers, such as 1,2,4" if kind is tuple else f"a value of type {kind.__name__}"
+        wanted = "whole numbers, such as 1,2,4" if kind is tuple else "a whole number"
         raise ConfigurationError(f"{name} is {value!r}; give {wanted}.") from None
+    if not isinstance(value, str):
+        raise ConfigurationError(f"{name} is {value!r}; give a text in quotes.")
+    return value
+
+
+def _whole_number(value: Any) -> int:
+    """Read a number; only texts are converted, since int() would cut a file's 1.5 to 1."""
+    if type(value) not in (int, str):
+        raise TypeError
+    return int(value)
 
 
 def _check(config: Config) -> None:
     check_buckets("num_batched_tokens_buckets", config.num_batched_tokens_buckets)
     check_buckets("num_seqs_buckets", config.num_seqs_buckets)
-    for name, least in (("block_size", 1), ("max_model_len", 0), ("num_blocks", 0), ("kv_cache_bytes", 0)):
+    for name, least in _LEAST.items():
         if getattr(config, name) < least:
             raise ConfigurationError(f"{name} is {getattr(config, name)}; give at least {least}.")
+    if config.num_blocks == 1:
+        raise ConfigurationError("num_blocks is 1, and block 0 is never used; give at least 2, or 0 for all that fit.")
     if config.num_batched_tokens_buckets[-1] < config.block_size:
         raise ConfigurationError(
             f"the last of num_batched_tokens_buckets is {config.num_batched_tokens_buckets[-1]}, less than block_size,"
             f" {config.block_size}: no prefill segment could fill a block; raise the first or lower the second."
         )
-    if config.dtype not in ("bfloat16", "float32"):
-        raise ConfigurationError(f"dtype is {config.dtype!r}; choose bfloat16 or float32.")
+    for name, choices in _CHOICES.items():
+        if getattr(config, name) not in choices:
+            raise ConfigurationError(f"{name} is {getattr(config, name)!r}; choose one of {', '.join(choices)}.")
 
 
 _DEFAULTS = Config()
+_LEAST = {
+    "block_size": 1,
+    "max_model_len": 0,
+    "kv_cache_bytes": 0,
+    "num_blocks": 0,
+    "max_waiting_requests": 1,
+    "num_threads": 0,
+}
+_CHOICES = {"dtype": ("bfloat16", "float32"), "log_level": ("debug", "info", "warning", "error")}

@@ -237,6 +237,8 @@ def _ending_to_proto(ending: Ending) -> pb.Ending:
 
 def _ending_from_proto(proto: pb.Ending) -> Ending:
     if not proto.finish_reason:
+        if proto.status not in grpc.StatusCode.__members__:
+            raise ProtocolError(f"unknown status {proto.status!r}; run the same version everywhere.")
         return Ending(proto.stream_id, error_of_status(grpc.StatusCode[proto.status], proto.message))
     if proto.finish_reason not in _FINISH_REASONS:
         raise ProtocolError(f"unknown finish reason {proto.finish_reason!r}; run the same version everywhere.")

@@ -25,8 +25,10 @@ def plan_kv_cache(
         model_max_len: tokens that the model was made for.
 
     Raises:
-        ConfigurationError: the settings ask for more than the model or the memory gives; the message has the numbers.
+        ConfigurationError: the settings ask for more than the model or the memory gives, and the message has the
+            numbers; or the layers are none that the engine knows.
     """
+    _check_layers(layers)
     max_model_len = config.max_model_len or model_max_len
     if max_model_len > model_max_len:
         raise ConfigurationError(
@@ -58,3 +60,14 @@ def plan_kv_cache(
         num_batched_tokens_buckets=config.num_batched_tokens_buckets,
         num_seqs_buckets=config.num_seqs_buckets,
     )
+
+
+def _check_layers(layers: Sequence[LayerKVSpec]) -> None:
+    if not layers:
+        raise ConfigurationError("the worker has no layer that keeps KV; there is nothing to plan for such a model.")
+    for layer in layers:
+        if layer.dtype not in DTYPE_BYTES:
+            raise ConfigurationError(
+                f"{layer.name} keeps KV in {layer.dtype}, and this engine knows {', '.join(DTYPE_BYTES)};"
+                " choose one of them or run the worker's version of Blockplane."
+            )

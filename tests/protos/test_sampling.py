@@ -1,0 +1,71 @@
+"""Sampling limits: each field's edges are taken, what lies beyond is refused by the field's name."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockplane.protos.errors import InvalidRequestError
+from blockplane.protos.sampling import MAX_TEMPERATURE, SamplingParams, check_sampling_params, check_token_ids
+
+VOCAB_SIZE = 50
+SOUND = SamplingParams(max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("temperature", -0.001),
+        ("temperature", math.nextafter(MAX_TEMPERATURE, math.inf)),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", -math.inf),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("stop_token_ids", (-1,)),
+        ("stop_token_ids", (0, VOCAB_SIZE)),
+        ("stop_token_ids", (3, 2**63 - 1, 4)),
+        ("stop_token_ids", (3, -(2**63), 4)),
+    ],
+)
+def test_a_value_out_of_range_is_refused_naming_the_field(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"^{field} .*\.$"):
+        check_sampling_params(replace(SOUND, **{field: value}), VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 1),
+        ("max_tokens", 2**31),
+        ("temperature", 0.0),
+        ("temperature", 5e-324),
+        ("temperature", MAX_TEMPERATURE),
+        ("seed", None),
+        ("seed", 0),
+        ("seed", 2**64 - 1),
+        ("stop_token_ids", ()),
+        ("stop_token_ids", (0, VOCAB_SIZE - 1)),
+        ("ignore_eos", True),
+    ],
+)
+def test_a_value_at_the_edge_is_taken(field: str, value: Any) -> None:
+    check_sampling_params(replace(SOUND, **{field: value}), VOCAB_SIZE)
+
+
+@given(token_ids=st.lists(st.integers(-2, VOCAB_SIZE + 2)), as_array=st.booleans())
+def test_token_ids_are_taken_if_and_only_if_the_model_has_them(token_ids: list[int], as_array: bool) -> None:
+    outside = [token_id for token_id in token_ids if not 0 <= token_id < VOCAB_SIZE]
+    given_ids: Any = np.array(token_ids, np.int32) if as_array else token_ids
+    if outside:
+        sentence = rf"^prompt holds {outside[0]}; this model's token ids run from 0 to {VOCAB_SIZE - 1}\.$"
+        with pytest.raises(InvalidRequestError, match=sentence):
+            check_token_ids("prompt", given_ids, VOCAB_SIZE)
+    else:
+        check_token_ids("prompt", given_ids, VOCAB_SIZE)
