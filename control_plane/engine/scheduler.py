@@ -5,6 +5,7 @@ so that one that lost its blocks resumes like any other. Every running row that 
 prefill has its own budget beside it.
 """
 
+import logging
 from collections import deque
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from blockplane.protos.errors import (
 )
 from blockplane.protos.finish import FinishReason, finish_reason
 from blockplane.protos.plan import Admission, Configure, StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +268,7 @@ class Scheduler:
 
     def _preempt(self, request: Request, new_blocks: list[tuple[int, int]]) -> None:
         """Take a row's blocks away; it waits at the head of the queue and is computed anew, its output included."""
+        logger.info("request %s gives up its %d blocks and waits", request.request_id, len(request.block_ids))
         new_blocks[:] = [(row, block_id) for row, block_id in new_blocks if row != request.row]
         self.running.remove(request)
         self._vacate(request)

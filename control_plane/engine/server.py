@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -43,8 +44,9 @@ class EngineServer(EngineServicer):
             _check_ready(configure, ready.ready)
             self._engine.worker_ready(wire.model_info_from_proto(hello.hello.model))
             logger.info("worker ready: %s, %d blocks of %d", hello.hello.model.name, *_cache_size(configure))
-            async for response in self._drive_steps(request_iterator):
-                yield response
+            async with aclosing(self._drive_steps(request_iterator)) as responses:
+                async for response in responses:
+                    yield response
         except BlockplaneError as error:
             level = logging.INFO if isinstance(error, UnavailableError) else logging.ERROR
             logger.log(level, "a worker's stream ended: %s", error)
@@ -66,7 +68,7 @@ class EngineServer(EngineServicer):
 
     async def _drive_steps(
         self, request_iterator: AsyncIterator[pb.AttachWorkerRequest]
-    ) -> AsyncIterator[pb.AttachWorkerResponse]:
+    ) -> AsyncGenerator[pb.AttachWorkerResponse, None]:
         """Plan, send, and only then deliver what the last step gave; then take the answer."""
         engine = self._engine
         while True:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -40,12 +41,13 @@ class InferenceService(InferenceServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateResponse]:
         try:
-            async for response in self._generate(request):
-                yield response
+            async with aclosing(self._generate(request)) as responses:
+                async for response in responses:
+                    yield response
         except BlockplaneError as error:
             await context.abort(error.status, str(error))
 
-    async def _generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+    async def _generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
         """One request's way: prompt to ids, ids to the engine, its tokens to text deltas, until its end."""
         model, text = self._require_served()
         prompt_token_ids = _prompt_token_ids(request, model, text)
