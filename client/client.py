@@ -21,6 +21,7 @@ from blockplane.protos.errors import (
     error_of_status,
 )
 from blockplane.protos.finish import FinishReason
+from blockplane.protos.wire import FINISH_REASON_FROM_PROTO
 from blockplane.v1 import inference_pb2 as pb
 from blockplane.v1.inference_pb2_grpc import InferenceStub
 
@@ -33,12 +34,6 @@ _CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
-
-_FINISH_REASONS: dict[int, FinishReason] = {
-    pb.FINISH_REASON_STOP: "stop",
-    pb.FINISH_REASON_LENGTH: "length",
-    pb.FINISH_REASON_CACHE_FULL: "cache_full",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +210,11 @@ def _delta(response: pb.GenerateResponse) -> Delta:
     token_ids, reason, usage = tuple(response.token_ids), response.finish_reason, response.usage
     if reason == pb.FINISH_REASON_UNSPECIFIED:
         return Delta(token_ids, response.text, finish_reason=None, usage=None)
-    if reason not in _FINISH_REASONS:
+    if reason not in FINISH_REASON_FROM_PROTO:
         raise ProtocolError(f"unknown finish reason {reason}; run the same version of client and server.")
     return Delta(
         token_ids,
         response.text,
-        finish_reason=_FINISH_REASONS[reason],
+        finish_reason=FINISH_REASON_FROM_PROTO[reason],
         usage=Usage(usage.num_prompt_tokens, usage.num_output_tokens),
     )

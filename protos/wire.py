@@ -15,11 +15,17 @@ from blockplane.protos.model import GenerationDefaults, LayerKVSpec, ModelInfo
 from blockplane.protos.plan import Admission, Configure, Int32Array, StepPlan, StepResult
 from blockplane.protos.sampling import SamplingParams
 from blockplane.v1 import engine_pb2 as pb
+from blockplane.v1 import inference_pb2
 
 PROTOCOL_VERSION = 1
 
 _INT32 = np.dtype("<i4")
 _FINISH_REASONS: dict[str, FinishReason] = {reason: reason for reason in get_args(FinishReason)}
+
+FINISH_REASON_TO_PROTO: dict[FinishReason, inference_pb2.FinishReason.ValueType] = {
+    reason: inference_pb2.FinishReason.Value(f"FINISH_REASON_{reason.upper()}") for reason in get_args(FinishReason)
+}
+FINISH_REASON_FROM_PROTO = {number: reason for reason, number in FINISH_REASON_TO_PROTO.items()}
 
 
 def column_to_bytes(column: Int32Array) -> bytes:

@@ -16,14 +16,9 @@ from blockplane.protos.errors import BlockplaneError, InvalidRequestError, Unava
 from blockplane.protos.finish import FinishReason
 from blockplane.protos.model import ModelInfo
 from blockplane.protos.sampling import SamplingParams, check_sampling_params, check_token_ids
+from blockplane.protos.wire import FINISH_REASON_TO_PROTO
 from blockplane.v1 import inference_pb2 as pb
 from blockplane.v1.inference_pb2_grpc import InferenceServicer
-
-_FINISH_REASONS: dict[FinishReason, pb.FinishReason.ValueType] = {
-    "stop": pb.FINISH_REASON_STOP,
-    "length": pb.FINISH_REASON_LENGTH,
-    "cache_full": pb.FINISH_REASON_CACHE_FULL,
-}
 
 
 class InferenceService(InferenceServicer):
@@ -65,7 +60,7 @@ class InferenceService(InferenceServicer):
                 response = pb.GenerateResponse(request_id=request_id, token_ids=token_ids, text=delta)
                 if reason is not None:
                     response.text += continuation.finish()
-                    response.finish_reason = _FINISH_REASONS[reason]
+                    response.finish_reason = FINISH_REASON_TO_PROTO[reason]
                     response.usage.num_prompt_tokens = len(prompt_token_ids)
                     response.usage.num_output_tokens = num_output_tokens
                 yield response
