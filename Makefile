@@ -26,6 +26,9 @@ test-all: $(VENV)/dev.stamp $(VENV)/run.stamp test  ## The same and the slow tes
 bench: $(VENV)/run.stamp  ## Measure decode on this machine
 	$(BIN)/python benchmarks/single_stream.py
 
+docker:  ## Build the image and run engine, frontend and worker in containers
+	docker compose up --build --detach
+
 protos: $(VENV)/dev.stamp  ## Generate the protobuf code anew
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. $(PROTOS)
 

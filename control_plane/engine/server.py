@@ -36,7 +36,9 @@ class EngineServer(EngineServicer):
             hello = await _expect(request_iterator, "hello")
             configure = self._configure(hello.hello)
         except BlockplaneError as error:
-            logger.warning("refused a worker: %s", error)
+            # A standby asks again and again, and says so itself.
+            level = logging.DEBUG if isinstance(error, UnavailableError) else logging.WARNING
+            logger.log(level, "refused a worker: %s", error)
             await context.abort(error.status, str(error))
         try:
             yield pb.AttachWorkerResponse(configure=wire.configure_to_proto(configure))

@@ -95,7 +95,7 @@ def test_no_server_is_one_sentence_and_exit_1(free_address: str, capsys):
 def test_a_bad_setting_is_one_sentence_and_exit_1(monkeypatch, capsys):
     monkeypatch.setenv("BLOCKPLANE_BLOCK_SIZE", "many")
     assert cli.main(["generate", "hi"]) == 1
-    assert capsys.readouterr().err == "blockplane generate: block_size is 'many'; give a value of type int.\n"
+    assert capsys.readouterr().err == "blockplane generate: block_size is 'many'; give a whole number.\n"
 
 
 def endless_command(server: FakeServer) -> subprocess.Popen[bytes]:

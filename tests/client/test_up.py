@@ -47,7 +47,7 @@ class Up:
         """Process ids of the planes that run for this address, by name."""
         found = {}
         for folder in Path("/proc").iterdir():
-            if folder.name.isdigit() and (line := _command_line(folder)) and self.address in line:
+            if folder.name.isdigit() and (line := _command_line(folder)) and f"--address={self.address}" in line:
                 found.update({name: int(folder.name) for name, module in MODULES.items() if module in line})
         return found
 
