@@ -217,13 +217,17 @@ def delivery_to_proto(delivery: Delivery) -> pb.AttachFrontendResponse:
 
 
 def delivery_from_proto(proto: pb.AttachFrontendResponse) -> Delivery:
-    return Delivery(
+    """Raises ProtocolError if the columns do not belong together."""
+    delivery = Delivery(
         stream_ids=column_from_bytes(proto.stream_ids),
         num_tokens=column_from_bytes(proto.num_tokens),
         token_ids=column_from_bytes(proto.token_ids),
         endings=tuple(_ending_from_proto(ending) for ending in proto.endings),
         serving=serving_from_proto(proto.serving) if proto.HasField("serving") else None,
     )
+    if len(delivery.stream_ids) != len(delivery.num_tokens) or delivery.num_tokens.sum() != len(delivery.token_ids):
+        raise ProtocolError("a delivery's columns do not belong together; run the same version everywhere.")
+    return delivery
 
 
 def serving_to_proto(serving: ServingState) -> pb.ServingState:

@@ -57,11 +57,7 @@ class EngineServer(EngineServicer):
             self._engine.detach_worker()
 
     def _configure(self, hello: pb.WorkerHello) -> Configure:
-        if hello.protocol_version != wire.PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"the worker speaks protocol {hello.protocol_version} and the engine {wire.PROTOCOL_VERSION};"
-                " run the same version of Blockplane on both."
-            )
+        _check_version("worker", hello.protocol_version)
         return self._engine.configure_worker(
             wire.model_info_from_proto(hello.model),
             [wire.layer_from_proto(layer) for layer in hello.layers],
@@ -106,10 +102,19 @@ class EngineServer(EngineServicer):
         error: BlockplaneError = UnavailableError("the frontend closed its side of the stream.")
         try:
             async for batch in batches:
+                _check_version("frontend", batch.protocol_version)
                 self._engine.take_batch(outbox, wire.frontend_batch_from_proto(batch))
         except BlockplaneError as protocol_error:
             error = protocol_error
         outbox.close(error)
+
+
+def _check_version(peer: str, version: int) -> None:
+    if version != wire.PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"the {peer} speaks protocol {version} and the engine {wire.PROTOCOL_VERSION};"
+            " run the same version of Blockplane on both."
+        )
 
 
 async def _expect(messages: AsyncIterator[pb.AttachWorkerRequest], kind: str) -> pb.AttachWorkerRequest:

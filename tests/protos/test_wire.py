@@ -100,11 +100,23 @@ batches = st.builds(
     aborted_request_ids=st.lists(st.text(), max_size=3).map(tuple),
 )
 servings = st.builds(ServingState, model=st.none() | models)
+
+
+def delivery_of(tokens: dict[int, list[int]], endings: tuple[Ending, ...], serving: ServingState | None) -> Delivery:
+    """A delivery of these token ids by stream id, whose columns belong together."""
+    return Delivery(
+        stream_ids=np.array(list(tokens), np.int32),
+        num_tokens=np.array([len(ids) for ids in tokens.values()], np.int32),
+        token_ids=np.array([token_id for ids in tokens.values() for token_id in ids], np.int32),
+        endings=endings,
+        serving=serving,
+    )
+
+
+int32 = st.integers(-(2**31), 2**31 - 1)
 deliveries = st.builds(
-    Delivery,
-    stream_ids=columns,
-    num_tokens=columns,
-    token_ids=columns,
+    delivery_of,
+    st.dictionaries(int32, st.lists(int32, max_size=4), max_size=4),
     endings=st.lists(
         st.builds(Ending, stream_id=uint32, outcome=st.sampled_from(get_args(FinishReason))), max_size=3
     ).map(tuple),
@@ -211,6 +223,20 @@ def test_an_internal_error_keeps_its_status_and_its_sentence() -> None:
     outcome = wire.delivery_from_proto(sent(proto)).endings[0].outcome
     assert isinstance(outcome, BlockplaneError)
     assert (outcome.status, str(outcome)) == (grpc.StatusCode.INTERNAL, "not finite.")
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"stream_ids": [1, 2], "num_tokens": [1], "token_ids": [5]},
+        {"stream_ids": [1], "num_tokens": [2], "token_ids": [5]},
+        {"token_ids": [5]},
+    ],
+)
+def test_a_delivery_whose_columns_do_not_belong_together_is_refused(columns: dict[str, list[int]]) -> None:
+    delivery = Delivery(**{name: np.array(values, np.int32) for name, values in columns.items()})
+    with pytest.raises(ProtocolError, match="columns"):
+        wire.delivery_from_proto(wire.delivery_to_proto(delivery))
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,110 @@
+"""The engine's gRPC edge over a real socket, with peers that break the protocol."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+
+from blockplane.control_plane.engine.engine import Engine
+from blockplane.control_plane.engine.server import EngineServer
+from blockplane.protos import wire
+from blockplane.protos.config import load_config
+from blockplane.protos.model import GenerationDefaults, ModelInfo
+from blockplane.v1 import engine_pb2 as pb
+from blockplane.v1.engine_pb2_grpc import EngineStub, add_EngineServicer_to_server
+
+MODEL = ModelInfo("m", 100, 64, (1,), None, b"", GenerationDefaults())
+LAYER = pb.LayerKVSpec(name="layers.0.self_attn", num_kv_heads=1, head_dim=8, dtype="float32")
+
+
+def hello(version: int = wire.PROTOCOL_VERSION, memory: int = 1 << 20) -> pb.AttachWorkerRequest:
+    return pb.AttachWorkerRequest(
+        hello=pb.WorkerHello(
+            protocol_version=version,
+            model=wire.model_info_to_proto(MODEL),
+            layers=[LAYER],
+            available_memory=memory,
+        )
+    )
+
+
+async def talk(method: str, *messages: object) -> tuple[list[object], grpc.aio.AioRpcError]:
+    """Send messages one after another's answer; returns the answers and the error that ended the stream."""
+    server = grpc.aio.server()
+    add_EngineServicer_to_server(EngineServer(Engine(load_config({}, {}))), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    answers = []
+
+    async def requests() -> AsyncIterator[object]:
+        for message in messages:
+            yield message
+        await asyncio.Event().wait()
+
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = getattr(EngineStub(channel), method)(requests())
+            async for answer in call:
+                answers.append(answer)
+            raise AssertionError("the stream ended without an error")
+    except grpc.aio.AioRpcError as error:
+        return answers, error
+    finally:
+        await server.stop(None)
+
+
+def run(method: str, *messages: object) -> tuple[list[object], grpc.aio.AioRpcError]:
+    return asyncio.run(asyncio.wait_for(talk(method, *messages), 20))
+
+
+def test_a_worker_of_another_protocol_is_refused_and_both_versions_named() -> None:
+    answers, error = run("AttachWorker", hello(version=77))
+    assert answers == []
+    assert error.code() == grpc.StatusCode.INTERNAL
+    assert "protocol 77" in error.details()
+    assert str(wire.PROTOCOL_VERSION) in error.details()
+
+
+def test_a_frontend_of_another_protocol_is_refused() -> None:
+    _, error = run("AttachFrontend", pb.AttachFrontendRequest(protocol_version=77))
+    assert error.code() == grpc.StatusCode.INTERNAL
+    assert "frontend speaks protocol 77" in error.details()
+
+
+def test_a_worker_with_too_little_memory_is_refused_with_the_numbers() -> None:
+    _, error = run("AttachWorker", hello(memory=2048))
+    assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert "2048" in error.details()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("num_blocks", 5), ("num_seqs_buckets", [3]), ("num_batched_tokens_buckets", [3])]
+)
+def test_a_worker_that_built_something_else_is_refused_and_both_sides_named(field: str, value: object) -> None:
+    config = load_config({}, {})
+    built = {
+        "num_blocks": (1 << 20) // 1024,
+        "num_seqs_buckets": config.num_seqs_buckets,
+        "num_batched_tokens_buckets": config.num_batched_tokens_buckets,
+    }
+    ready = pb.AttachWorkerRequest(ready=pb.WorkerReady(**{**built, field: value}))
+    answers, error = run("AttachWorker", hello(), ready)
+    assert len(answers) == 1, "the configuration"
+    assert error.code() == grpc.StatusCode.INTERNAL
+    assert "told the worker to build" in error.details()
+    assert str(built["num_blocks"]) in error.details()
+
+
+@pytest.mark.parametrize("message", [pb.AttachWorkerRequest(), pb.AttachWorkerRequest(result=pb.StepResult(step=1))])
+def test_a_message_out_of_turn_is_refused(message: pb.AttachWorkerRequest) -> None:
+    _, error = run("AttachWorker", message)
+    assert error.code() == grpc.StatusCode.INTERNAL
+    assert "expected a hello" in error.details()
+
+
+def test_a_truncated_column_ends_the_stream_with_a_typed_error() -> None:
+    batch = pb.AttachFrontendRequest(protocol_version=wire.PROTOCOL_VERSION, aborted_stream_ids=b"\x01\x02\x03")
+    _, error = run("AttachFrontend", batch)
+    assert error.code() == grpc.StatusCode.INTERNAL
+    assert "int32" in error.details()
