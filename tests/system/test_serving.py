@@ -49,6 +49,7 @@ def tokens_of(client: Client, prompt: list[int], num_tokens: int) -> list[int]:
     return [token_id for delta in deltas for token_id in delta.token_ids]
 
 
+@pytest.mark.timeout(300)
 def test_64_requests_at_once_get_the_tokens_of_their_solo_runs(system: System, client: Client) -> None:
     """Lengths around every boundary: blocks, the window, segments, and several of each."""
     edges = (BLOCK_SIZE, 2 * BLOCK_SIZE, WINDOW, SEGMENT, SEGMENT + BLOCK_SIZE, 2 * SEGMENT, 3 * SEGMENT)
