@@ -5,6 +5,10 @@ import signal
 import sys
 import zlib
 
+# Read once, as torch loads. Threads that wait for each other by spinning take the cores from engine and frontend, and
+# stall for whole time slices where any other process runs.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 
 from blockplane.data_plane.loading.build import load_model
@@ -30,11 +34,12 @@ def _load(config: Config) -> tuple[Model, ModelInfo]:
         max_model_len = config.max_model_len or MAX_MODEL_LEN
         return SyntheticModel(config.dtype), synthetic_model_info(max_model_len)
     checkpoint = open_checkpoint(config.model)
-    model = load_model(checkpoint, config.dtype)
+    max_model_len = min(config.max_model_len or sys.maxsize, checkpoint.config.max_position_embeddings)
+    model = load_model(checkpoint, config.dtype, max_model_len)
     return model, ModelInfo(
         name=checkpoint.name,
         vocab_size=checkpoint.config.vocab_size,
-        max_model_len=checkpoint.config.max_position_embeddings,
+        max_model_len=max_model_len,
         eos_token_ids=checkpoint.eos_token_ids,
         bos_token_id=checkpoint.bos_token_id,
         tokenizer_json_zlib=zlib.compress(checkpoint.tokenizer_json, level=1),

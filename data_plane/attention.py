@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from blockplane.kernels import reference
+from blockplane.kernels import cpu as kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class DecodeBatch:
 
     def attend(self, spec: AttentionSpec, query: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         rows = query.view(self.seq_lens.shape[0], -1, *query.shape[1:])
-        return reference.decode_attention(
+        return kernels.decode_attention(
             rows,
             k_cache,
             v_cache,
@@ -73,7 +73,7 @@ class PrefillBatch:
     prior_tokens: Tensor
 
     def attend(self, spec: AttentionSpec, query: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        return reference.segmented_attention(
+        return kernels.segmented_attention(
             query,
             k_cache,
             v_cache,
@@ -107,5 +107,5 @@ class Attention:
             [num_tokens, num_heads, head_dim]
         """
         assert self.caches is not None, "bind_kv_cache comes before the first forward"
-        reference.write_kv(key, value, *self.caches, batch.slot_mapping)
+        kernels.write_kv(key, value, *self.caches, batch.slot_mapping)
         return batch.attend(self.spec, query, *self.caches)

@@ -57,8 +57,8 @@ def decode_attention(
     for row, seq_len in enumerate(seq_lens.tolist()):
         if seq_len:
             start = seq_len - query.shape[1]
-            context = _read_context(k_cache, v_cache, block_table[row], start, seq_len, sliding_window)
-            output[row] = _attend(query[row], *context, start, scale, sliding_window, soft_cap)
+            context = read_context(k_cache, v_cache, block_table[row], start, seq_len, sliding_window)
+            output[row] = attend(query[row], *context, start, scale, sliding_window, soft_cap)
     return output
 
 
@@ -91,12 +91,12 @@ def segmented_attention(
     for row, prior in enumerate(prior_tokens.tolist()):
         segment = slice(bounds[row], bounds[row + 1])
         seq_len = prior + segment.stop - segment.start
-        context = _read_context(k_cache, v_cache, block_table[row], prior, seq_len, sliding_window)
-        output[segment] = _attend(query[segment], *context, prior, scale, sliding_window, soft_cap)
+        context = read_context(k_cache, v_cache, block_table[row], prior, seq_len, sliding_window)
+        output[segment] = attend(query[segment], *context, prior, scale, sliding_window, soft_cap)
     return output
 
 
-def _read_context(
+def read_context(
     k_cache: Tensor, v_cache: Tensor, block_table: Tensor, start: int, seq_len: int, sliding_window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gather one request's visible KV: float32 keys and values [num_keys, num_kv_heads, head_dim], int64 positions.
@@ -112,7 +112,7 @@ def _read_context(
     return k_cache.flatten(0, 1)[slots].float(), v_cache.flatten(0, 1)[slots].float(), positions
 
 
-def _attend(
+def attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,

@@ -1,6 +1,7 @@
-"""The reference kernels against dense attention in float64, over scattered blocks in caches full of NaN."""
+"""The reference kernels and their twin for CPUs against dense attention in float64, in caches full of NaN."""
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import pytest
 import torch
@@ -8,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blockplane.kernels.reference import decode_attention, segmented_attention, write_kv
+from blockplane.kernels import cpu, reference
 from blockplane.kernels.slots import PAD_SLOT_ID, SKIP_BLOCK_ID, slots_of
 
 HEAD_DIM = 8
 SCALE = 0.3
+
+each_twin = pytest.mark.parametrize("kernels", [reference, cpu], ids=["reference", "cpu"])
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ SHAPES = st.builds(
 class Cache:
     """The KV of several sequences in scattered blocks; every slot that no sequence owns holds NaN."""
 
-    def __init__(self, shape: Shape, seq_lens: list[int], seed: int) -> None:
+    def __init__(self, kernels: ModuleType, shape: Shape, seq_lens: list[int], seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.shape = shape
         widths = [-(-seq_len // shape.block_size) for seq_len in seq_lens]
@@ -61,7 +64,7 @@ class Cache:
         for row, seq_len in enumerate(seq_lens):
             slots = self.slots(row, torch.arange(seq_len))
             self.owned[slots] = True
-            write_kv(self.keys[row], self.values[row], self.k_cache, self.v_cache, slots)
+            kernels.write_kv(self.keys[row], self.values[row], self.k_cache, self.v_cache, slots)
 
     def slots(self, row: int, positions: Tensor) -> Tensor:
         return slots_of(self.block_table, torch.full_like(positions, row), positions, self.shape.block_size)
@@ -94,6 +97,7 @@ def assert_close(output: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@each_twin
 @settings(max_examples=60, deadline=None)
 @given(
     shape=SHAPES,
@@ -101,12 +105,12 @@ def assert_close(output: Tensor, expected: Tensor) -> None:
     num_new_tokens=st.integers(1, 3),
     seed=st.integers(0, 999),
 )
-def test_decode_equals_dense_attention_and_padding_rows_are_zero(shape, seq_lens, num_new_tokens, seed):
-    cache = Cache(shape, seq_lens, seed)
+def test_decode_equals_dense_attention_and_padding_rows_are_zero(kernels, shape, seq_lens, num_new_tokens, seed):
+    cache = Cache(kernels, shape, seq_lens, seed)
     padded_table = torch.cat((cache.block_table, torch.full_like(cache.block_table[:1], SKIP_BLOCK_ID)))
     query = torch.stack([queries[-num_new_tokens:] for queries in cache.queries])
     query = torch.cat((query, torch.full_like(query[:1], float("nan"))))
-    output = decode_attention(
+    output = kernels.decode_attention(
         query,
         cache.k_cache,
         cache.v_cache,
@@ -120,6 +124,7 @@ def test_decode_equals_dense_attention_and_padding_rows_are_zero(shape, seq_lens
     cache.assert_only_owned_slots_are_finite()
 
 
+@each_twin
 @settings(max_examples=60, deadline=None)
 @given(
     shape=SHAPES,
@@ -127,13 +132,13 @@ def test_decode_equals_dense_attention_and_padding_rows_are_zero(shape, seq_lens
     num_padding=st.integers(0, 4),
     seed=st.integers(0, 999),
 )
-def test_segments_equal_dense_attention_and_padding_tokens_are_zero(shape, segments, num_padding, seed):
-    cache = Cache(shape, [prior + count for prior, count in segments], seed)
+def test_segments_equal_dense_attention_and_padding_tokens_are_zero(kernels, shape, segments, num_padding, seed):
+    cache = Cache(kernels, shape, [prior + count for prior, count in segments], seed)
     counts = [count for _, count in segments]
     packed = [queries[prior:] for queries, (prior, _) in zip(cache.queries, segments, strict=True)]
     padding = torch.full((num_padding, shape.num_heads, HEAD_DIM), float("nan"))
     query_start_loc = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
-    output = segmented_attention(
+    output = kernels.segmented_attention(
         torch.cat((*packed, padding)),
         cache.k_cache,
         cache.v_cache,
@@ -149,19 +154,57 @@ def test_segments_equal_dense_attention_and_padding_tokens_are_zero(shape, segme
     cache.assert_only_owned_slots_are_finite()
 
 
-def test_padding_never_writes_a_slot():
+@each_twin
+def test_padding_never_writes_a_slot(kernels):
     k_cache, v_cache = torch.zeros(3, 2, 1, HEAD_DIM), torch.zeros(3, 2, 1, HEAD_DIM)
     new = torch.ones(3, 1, HEAD_DIM)
-    write_kv(new, 2 * new, k_cache, v_cache, torch.tensor([PAD_SLOT_ID, 3, PAD_SLOT_ID]))
+    kernels.write_kv(new, 2 * new, k_cache, v_cache, torch.tensor([PAD_SLOT_ID, 3, PAD_SLOT_ID]))
     for cache, value in ((k_cache, 1.0), (v_cache, 2.0)):
         written = cache.flatten(0, 1)[:, 0, 0]
         assert written.tolist() == [0.0, 0.0, 0.0, value, 0.0, 0.0]
 
 
+@each_twin
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_new_kv_is_cast_to_the_caches_dtype(dtype):
+def test_new_kv_is_cast_to_the_caches_dtype(kernels, dtype):
     k_cache, v_cache = torch.zeros(2, 1, 1, HEAD_DIM, dtype=dtype), torch.zeros(2, 1, 1, HEAD_DIM, dtype=dtype)
     new = torch.randn(1, 1, HEAD_DIM)
-    write_kv(new, new, k_cache, v_cache, torch.tensor([1]))
+    kernels.write_kv(new, new, k_cache, v_cache, torch.tensor([1]))
     assert torch.equal(k_cache[1], new.to(dtype))
     assert torch.equal(v_cache[1], new.to(dtype))
+
+
+@each_twin
+def test_a_skipped_block_is_not_read_and_takes_no_weight(kernels):
+    """A row whose middle block is -1 attends as one whose context lacks those tokens."""
+    shape = Shape(block_size=2, num_kv_heads=1, group=2, sliding_window=None, soft_cap=None)
+    cache = Cache(kernels, shape, [6], seed=0)
+    query = cache.queries[0][-1:]
+    cache.block_table[0, 1] = SKIP_BLOCK_ID
+    output = kernels.decode_attention(
+        query[None],
+        cache.k_cache,
+        cache.v_cache,
+        cache.block_table,
+        torch.tensor([6], dtype=torch.int32),
+        **cache.settings(),
+    )
+    seen = torch.tensor([0, 1, 4, 5])
+    scores = torch.einsum("hd,kd->hk", query[0], cache.keys[0][seen, 0]) * SCALE
+    torch.testing.assert_close(output[0, 0], torch.softmax(scores, -1) @ cache.values[0][seen, 0])
+
+
+@each_twin
+def test_blocks_before_the_window_need_not_be_there(kernels):
+    shape = Shape(block_size=2, num_kv_heads=1, group=1, sliding_window=3, soft_cap=None)
+    cache = Cache(kernels, shape, [9], seed=1)
+    cache.block_table[0, :3] = SKIP_BLOCK_ID
+    output = kernels.decode_attention(
+        cache.queries[0][-1:][None],
+        cache.k_cache,
+        cache.v_cache,
+        cache.block_table,
+        torch.tensor([9], dtype=torch.int32),
+        **cache.settings(),
+    )
+    assert_close(output[0], cache.dense(0, 8))
