@@ -111,7 +111,7 @@ def cache_shape(given: dict[str, Any], expect: dict[str, Any]) -> None:
     shape = [runner.num_blocks, configure.block_size, spec.num_kv_heads, spec.head_dim]
     assert [list(cache.shape) for cache in model.attentions[0].caches] == [shape, shape]
     assert shape[:2] == expect["shape"][:2]
-    assert Scheduler(configure, (), 1).pool.num_usable == expect["usable_blocks"]
+    assert Scheduler(configure, (), 1).blocks.pool.num_usable == expect["usable_blocks"]
 
 
 @vector

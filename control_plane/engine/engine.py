@@ -90,6 +90,7 @@ class Engine:
             # Drawn here, once: whatever happens to the request later, its noise stays the same.
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             owner=stream,
+            cache_salt=submission.cache_salt,
         )
         self._scheduler.add(request)
         self._requests[request.request_id] = request
@@ -107,7 +108,12 @@ class Engine:
         if self._scheduler is not None:
             raise UnavailableError("a worker is attached already, and this engine drives one at a time; try again.")
         configure = plan_kv_cache(self._config, layers, available_memory, model.max_model_len)
-        self._scheduler = Scheduler(configure, model.eos_token_ids, self._config.max_waiting_requests)
+        self._scheduler = Scheduler(
+            configure,
+            model.eos_token_ids,
+            self._config.max_waiting_requests,
+            prefix_caching=self._config.prefix_caching == "on",
+        )
         return configure
 
     def worker_ready(self, model: ModelInfo) -> None:
@@ -147,7 +153,8 @@ class Engine:
             if progress.token_id is not None:
                 stream.outbox.put_token(stream.stream_id, progress.token_id)
             if progress.outcome is not None:
-                stream.outbox.put_ending(Ending(stream.stream_id, progress.outcome))
+                num_cached_tokens = progress.request.num_cached_tokens or 0
+                stream.outbox.put_ending(Ending(stream.stream_id, progress.outcome, num_cached_tokens))
                 self._forget(progress.request)
 
     def flush(self) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from blockplane.control_plane.engine.prefix_cache import BlockContent
 from blockplane.protos.sampling import SamplingParams
 
 
@@ -17,7 +18,10 @@ class Request:
         owner: whoever submitted it; handed back with each output, never looked into.
         row: its row in the worker group, None while it waits.
         num_computed_tokens: tokens whose KV is in the cache.
+        num_cached_tokens: prompt tokens whose KV others had computed, when it was first admitted; None before.
         block_ids: its blocks, in logical order.
+        contents: what its full blocks hold, as far as it is keyed; may run ahead of `block_ids` or behind.
+        cache_salt: only requests of the same salt share blocks.
         ended: nothing of it may be delivered or scheduled any more.
     """
 
@@ -29,7 +33,10 @@ class Request:
     owner: Any = None
     row: int | None = None
     num_computed_tokens: int = 0
+    num_cached_tokens: int | None = None
     block_ids: list[int] = field(default_factory=list)
+    contents: list[BlockContent] = field(default_factory=list)
+    cache_salt: str = ""
     ended: bool = False
 
     @property

@@ -7,11 +7,12 @@ prefill has its own budget beside it.
 
 import logging
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
-from blockplane.control_plane.engine.block_pool import BlockPool
+from blockplane.control_plane.engine.kv_blocks import KVBlocks
 from blockplane.control_plane.engine.request import Request
 from blockplane.protos.errors import (
     BlockplaneError,
@@ -44,12 +45,31 @@ class _Work:
     samples: bool
 
 
-class Scheduler:
-    """Decides for one worker group, from its attach to its loss. The only writer of requests, rows and blocks."""
+@dataclass(slots=True)
+class _Draft:
+    """A plan in the making. `budget`: prefill tokens that are left. `new_blocks`: (row, block id) in order."""
 
-    def __init__(self, configure: Configure, eos_token_ids: tuple[int, ...], max_waiting_requests: int) -> None:
+    budget: int
+    decodes: list[_Work] = field(default_factory=list)
+    prefills: list[_Work] = field(default_factory=list)
+    admissions: list[Request] = field(default_factory=list)
+    new_blocks: list[tuple[int, int]] = field(default_factory=list)
+    has_preempted: bool = False
+
+
+class Scheduler:
+    """Decides for one worker group, from its attach to its loss. The only writer of requests and rows."""
+
+    def __init__(
+        self,
+        configure: Configure,
+        eos_token_ids: tuple[int, ...],
+        max_waiting_requests: int,
+        *,
+        prefix_caching: bool = True,
+    ) -> None:
         self.configure = configure
-        self.pool = BlockPool(configure.num_blocks)
+        self.blocks = KVBlocks(configure.num_blocks, configure.block_size, prefix_caching=prefix_caching)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         """Requests that have a row, oldest admission first."""
@@ -76,16 +96,17 @@ class Scheduler:
 
     def resume(self, request: Request) -> None:
         """Queue a request that was accepted before, however long the queue is; raises as `add` does."""
-        max_model_len, num_blocks = self.configure.max_model_len, self._num_blocks(request.num_tokens)
+        max_model_len, num_blocks = self.configure.max_model_len, self.blocks.num_needed(request.num_tokens)
         if request.num_tokens >= max_model_len:
             raise InvalidRequestError(
                 f"a prompt of {request.num_tokens} tokens leaves no room in max_model_len {max_model_len}; shorten it."
             )
-        if num_blocks > self.pool.num_usable:
+        if num_blocks > self.blocks.pool.num_usable:
             raise CapacityError(
                 f"a request of {request.num_tokens} tokens needs {num_blocks} KV blocks of {self.configure.block_size}"
-                f" tokens and the cache has {self.pool.num_usable}; shorten the prompt."
+                f" tokens and the cache has {self.blocks.pool.num_usable}; shorten the prompt."
             )
+        self.blocks.enter(request)
         self.waiting.append(request)
 
     def end(self, request: Request) -> None:
@@ -108,19 +129,16 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None = there is nothing to compute. The last plan must be answered."""
         assert self._in_flight is None, "one plan at a time"
-        num_running = len(self.running)
-        new_blocks: list[tuple[int, int]] = []
-        decodes = self._schedule_decodes(new_blocks)
-        preempted = len(self.running) < num_running
-        prefills = self._schedule_prefills(new_blocks)
-        admissions: list[Request] = []
-        if not preempted:
-            budget = self.configure.max_num_batched_tokens - sum(work.num_tokens for work in prefills)
-            self._admit(budget, new_blocks, prefills, admissions)
-        if not decodes and not prefills:
+        draft = _Draft(budget=self.configure.max_num_batched_tokens)
+        self._schedule_decodes(draft)
+        self._schedule_prefills(draft)
+        if not draft.has_preempted:
+            self._admit(draft)
+        self.blocks.publish_filled()
+        if not draft.decodes and not draft.prefills:
             return None
-        self._in_flight = [*decodes, *prefills]
-        return self._plan(new_blocks, decodes, prefills, admissions)
+        self._in_flight = [*draft.decodes, *draft.prefills]
+        return self._plan(draft)
 
     def update(self, result: StepResult) -> list[Progress]:
         """Fold a step's answer in: computed tokens, new tokens, ends.
@@ -148,6 +166,7 @@ class Scheduler:
 
     def _take_token(self, request: Request, token_id: int) -> Progress:
         if token_id < 0:
+            self.blocks.distrust(request)
             self.end(request)
             message = "the model's output for this request was not finite; the prompt or the weights are at fault."
             return Progress(request, None, ModelOutputError(message))
@@ -159,7 +178,7 @@ class Scheduler:
             request.params,
             eos_token_ids=self._eos_token_ids,
             max_model_len=self.configure.max_model_len,
-            cache_capacity=self.pool.num_usable * self.configure.block_size,
+            cache_capacity=self.blocks.capacity,
         )
         if reason is not None:
             self.end(request)
@@ -167,119 +186,119 @@ class Scheduler:
 
     # -- the parts of a plan -------------------------------------------------------------------------------------------
 
-    def _schedule_decodes(self, new_blocks: list[tuple[int, int]]) -> list[_Work]:
+    def _schedule_decodes(self, draft: _Draft) -> None:
         """Give every decoding row room for its token, oldest first; the newest row gives way where blocks run out."""
-        works = []
         for request in [request for request in self.running if request.num_remaining_tokens == 1]:
-            while request.row is not None and not self._grow(request, 1, new_blocks):
-                self._preempt(self.running[-1], new_blocks)
+            while request.row is not None and not self._grow(request, 1, draft):
+                self._preempt(self.running[-1], draft)
             if request.row is not None:
-                works.append(_Work(request, 1, samples=True))
-        return works
+                draft.decodes.append(_Work(request, 1, samples=True))
 
-    def _schedule_prefills(self, new_blocks: list[tuple[int, int]]) -> list[_Work]:
+    def _schedule_prefills(self, draft: _Draft) -> None:
         """Continue the prefills of running rows within the budget.
 
         A prefill that finds no block waits for decoding rows to end, which they do; where none decodes, the newest
         prefill gives way. So the oldest row always gets on.
         """
-        budget = self.configure.max_num_batched_tokens
-        works: list[_Work] = []
         for request in [request for request in self.running if request.num_remaining_tokens > 1]:
-            num_tokens = self._segment(request, budget)
-            while request.row is not None and num_tokens and not self._grow(request, num_tokens, new_blocks):
+            num_tokens = self._segment(request, draft.budget)
+            while request.row is not None and num_tokens and not self._grow(request, num_tokens, draft):
                 newest = self.running[-1]
                 if newest.num_remaining_tokens == 1 or newest is request:
-                    return works
-                self._preempt(newest, new_blocks)
-            if request.row is None or not num_tokens:
-                continue
-            works.append(_Work(request, num_tokens, samples=num_tokens == request.num_remaining_tokens))
-            budget -= num_tokens
-        return works
+                    return
+                self._preempt(newest, draft)
+            if request.row is not None and num_tokens:
+                self._prefill(request, num_tokens, draft)
 
-    def _admit(
-        self, budget: int, new_blocks: list[tuple[int, int]], prefills: list[_Work], admissions: list[Request]
-    ) -> None:
+    def _admit(self, draft: _Draft) -> None:
         """Admit waiting requests in order while rows, blocks and the prefill budget last.
 
         A request is admitted when its known tokens fit and one block is left for each running row, whose next tokens
-        may need it; what it needs beyond this step is taken when it comes to it.
+        may need it; what it needs beyond this step is taken when it comes to it. One whose next block this very plan
+        fills for another waits for the next plan, which shares it, and lets those behind it pass.
         """
-        while self.waiting and self._free_rows and budget > 0:
-            request = self.waiting[0]
-            num_tokens = self._segment(request, budget)
-            needed = self._num_blocks(request.num_tokens) + len(self.running)
-            if not num_tokens or (self.running and needed > self.pool.num_free):
+        for request in list(islice(self.waiting, self.configure.max_num_seqs)):
+            if not self._free_rows or not draft.budget:
                 return
-            self.waiting.popleft()
-            request.row = self._free_rows.pop()
-            self.running.append(request)
-            self._grow(request, num_tokens, new_blocks)
-            admissions.append(request)
-            prefills.append(_Work(request, num_tokens, samples=num_tokens == request.num_remaining_tokens))
-            budget -= num_tokens
+            prefix = self.blocks.find_prefix(request)
+            if self.blocks.is_being_filled(request, prefix):
+                continue
+            if self.running and not self.blocks.has_room(request, prefix, reserve=len(self.running)):
+                return
+            num_tokens = self._segment(request, draft.budget, len(prefix) * self.configure.block_size)
+            if not num_tokens:
+                return
+            self.waiting.remove(request)
+            self._take_row(request, prefix, draft)
+            self._grow(request, num_tokens, draft)
+            self._prefill(request, num_tokens, draft)
 
-    def _plan(
-        self,
-        new_blocks: list[tuple[int, int]],
-        decodes: list[_Work],
-        prefills: list[_Work],
-        admissions: list[Request],
-    ) -> StepPlan:
+    def _take_row(self, request: Request, prefix: list[int], draft: _Draft) -> None:
+        """Admit a request to a row of its own, behind blocks that others filled."""
+        request.row = self._free_rows.pop()
+        self.running.append(request)
+        self.blocks.share(request, prefix)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_computed_tokens
+        draft.new_blocks += [(request.row, block_id) for block_id in prefix]
+        draft.admissions.append(request)
+
+    def _prefill(self, request: Request, num_tokens: int, draft: _Draft) -> None:
+        draft.prefills.append(_Work(request, num_tokens, samples=num_tokens == request.num_remaining_tokens))
+        draft.budget -= num_tokens
+
+    def _plan(self, draft: _Draft) -> StepPlan:
         self._step += 1
-        decode_rows = [_row(work.request) for work in decodes]
+        decode_rows = [_row(work.request) for work in draft.decodes]
         changed = decode_rows != self._last_decode_rows
         self._last_decode_rows = decode_rows
         released_rows, self._released_rows = self._released_rows, []
-        block_columns = np.array(new_blocks, np.int32).reshape(-1, 2)
+        block_columns = np.array(draft.new_blocks, np.int32).reshape(-1, 2)
         return StepPlan(
             step=self._step,
             released_rows=np.array(released_rows, np.int32),
-            admissions=tuple(_admission(request) for request in admissions),
+            admissions=tuple(_admission(request) for request in draft.admissions),
             block_rows=block_columns[:, 0],
             block_ids=block_columns[:, 1],
-            prefill_rows=np.array([_row(work.request) for work in prefills], np.int32),
-            prefill_num_tokens=np.array([work.num_tokens for work in prefills], np.int32),
+            prefill_rows=np.array([_row(work.request) for work in draft.prefills], np.int32),
+            prefill_num_tokens=np.array([work.num_tokens for work in draft.prefills], np.int32),
             decode_rows=np.array(decode_rows, np.int32) if changed else None,
         )
 
     # -- blocks and rows -----------------------------------------------------------------------------------------------
 
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.configure.block_size)
+    def _segment(self, request: Request, budget: int, num_cached_tokens: int = 0) -> int:
+        """Tokens of the request's next segment, behind those that are computed or cached; 0 = the budget has no room.
 
-    def _segment(self, request: Request, budget: int) -> int:
-        """Tokens of the request's next segment: a multiple of block_size unless it reaches the request's end, so that
-        the tokens before a segment always fill whole blocks (seed 001, "Block Alignment"). 0 = no room in the budget.
+        A multiple of block_size unless it reaches the request's end, so that the tokens before a segment always fill
+        whole blocks (seed 001, "Block Alignment").
         """
-        remaining = request.num_remaining_tokens
+        remaining = request.num_remaining_tokens - num_cached_tokens
         return remaining if remaining <= budget else budget - budget % self.configure.block_size
 
-    def _grow(self, request: Request, num_tokens: int, new_blocks: list[tuple[int, int]]) -> bool:
+    def _grow(self, request: Request, num_tokens: int, draft: _Draft) -> bool:
         """Hold blocks for `num_tokens` more computed tokens; False = no room now, and nothing has changed."""
-        num_missing = self._num_blocks(request.num_computed_tokens + num_tokens) - len(request.block_ids)
-        block_ids = self.pool.allocate(max(0, num_missing))
+        block_ids = self.blocks.grow(request, num_tokens)
         if block_ids is None:
             return False
-        request.block_ids += block_ids
-        new_blocks += [(_row(request), block_id) for block_id in block_ids]
+        self.blocks.fill(request, num_tokens)
+        draft.new_blocks += [(_row(request), block_id) for block_id in block_ids]
         return True
 
-    def _preempt(self, request: Request, new_blocks: list[tuple[int, int]]) -> None:
+    def _preempt(self, request: Request, draft: _Draft) -> None:
         """Take a row's blocks away; it waits at the head of the queue and is computed anew, its output included."""
         logger.info("request %s gives up its %d blocks and waits", request.request_id, len(request.block_ids))
-        new_blocks[:] = [(row, block_id) for row, block_id in new_blocks if row != request.row]
+        draft.has_preempted = True
         self.running.remove(request)
         self._vacate(request)
         self.waiting.appendleft(request)
 
     def _vacate(self, request: Request) -> None:
         row = _row(request)
-        self.pool.release(request.block_ids)
+        self.blocks.vacate(request)
         self._released_rows.append(row)
         self._free_rows.append(row)
-        request.row, request.num_computed_tokens, request.block_ids = None, 0, []
+        request.row = None
 
 
 def _row(request: Request) -> int:

@@ -25,8 +25,9 @@ def make_scheduler(
     return Scheduler(configure, eos_token_ids=(EOS,), max_waiting_requests=max_waiting)
 
 
-def make_request(name: str, num_prompt_tokens: int, max_tokens: int = 8, **params: object) -> Request:
-    token_ids = list(range(1, num_prompt_tokens + 1))
+def make_request(name: str, num_prompt_tokens: int, max_tokens: int = 8, first: int = 1, **params: object) -> Request:
+    """A prompt that counts up from `first`: another first, another prefix."""
+    token_ids = list(range(first, first + num_prompt_tokens))
     return Request(name, token_ids, num_prompt_tokens, SamplingParams(max_tokens, **params), seed=0)  # type: ignore[arg-type]
 
 
@@ -60,7 +61,7 @@ def test_a_prompt_is_prefilled_and_then_decodes_until_max_tokens() -> None:
     _, progress = run_step(scheduler)
     assert [(p.token_id, p.outcome) for p in progress] == [(7, "length")]
     assert scheduler.schedule() is None
-    assert scheduler.pool.num_free == scheduler.pool.num_usable
+    assert scheduler.blocks.pool.num_free == scheduler.blocks.pool.num_usable
 
 
 def test_an_unchanged_decode_set_is_not_sent_again() -> None:
@@ -93,8 +94,8 @@ def test_only_the_last_segment_of_a_prompt_may_end_inside_a_block() -> None:
 
 def test_several_prefills_share_a_step() -> None:
     scheduler = make_scheduler(tokens=(16,))
-    for name, num_tokens in (("a", 5), ("b", 6), ("c", 30)):
-        scheduler.add(make_request(name, num_tokens))
+    for name, num_tokens, first in (("a", 5, 100), ("b", 6, 200), ("c", 30, 300)):
+        scheduler.add(make_request(name, num_tokens, first=first))
     plan, progress = run_step(scheduler)
     assert plan.prefill_num_tokens.tolist() == [5, 6, 4]
     assert [p.request.request_id for p in progress] == ["a", "b"]
@@ -234,7 +235,7 @@ def test_an_aborted_request_gives_everything_back_and_its_late_token_goes_nowher
     scheduler.end(request)
     assert scheduler.update(answer(scheduler, plan)) == []
     assert request.num_output_tokens == 1
-    assert scheduler.pool.num_free == scheduler.pool.num_usable
+    assert scheduler.blocks.pool.num_free == scheduler.blocks.pool.num_usable
 
 
 def test_a_row_taken_over_in_flight_does_not_get_the_token_of_the_one_before() -> None:

@@ -36,15 +36,18 @@ class SchedulerWalk(RuleBasedStateMachine):
         self.attach([])
 
     def attach(self, held: list[Request]) -> None:
+        self.slots: dict[int, int] = {}
+        """What a worker's cache holds: per slot, a digest of its token and of all before it."""
         self.scheduler = Scheduler(self.configure, eos_token_ids=(EOS,), max_waiting_requests=100)
         self.rows = Rows(self.configure)
         for request in held:
             self.scheduler.resume(request)
 
-    @rule(length=st.integers(1, 44), max_tokens=st.integers(1, 12))
-    def submit(self, length: int, max_tokens: int) -> None:
+    @rule(length=st.integers(1, 44), max_tokens=st.integers(1, 12), start=st.integers(0, 2), split=st.integers(0, 44))
+    def submit(self, length: int, max_tokens: int, start: int, split: int) -> None:
+        """A prompt that shares its first `split` tokens with others of the same start."""
         name = str(len(self.accepted))
-        prompt = [(length * 7 + index) % 32 for index in range(length)]
+        prompt = [(start * 11 + index + (length if index >= split else 0)) % 32 for index in range(length)]
         request = Request(name, list(prompt), length, SamplingParams(max_tokens), seed=0)
         try:
             self.scheduler.add(request)
@@ -95,7 +98,15 @@ class SchedulerWalk(RuleBasedStateMachine):
         assert working.size, "a plan computes something"
         decoding = {request.row for request in self.scheduler.running if request.num_remaining_tokens == 1}
         assert decoding <= {int(row) for row in working}, "every decoding row is served in every step"
-        rows.advance(working, np.concatenate((decode, plan.prefill_num_tokens)))
+        num_scheduled = np.concatenate((decode, plan.prefill_num_tokens))
+        before = rows.num_computed_tokens.copy()
+        for row in working:
+            self.read_kv(row, range(before[row]))
+        for row, count in zip(working, num_scheduled, strict=True):
+            self.write_kv(row, range(before[row], before[row] + count))
+        rows.advance(working, num_scheduled)
+        for row in working:
+            self.read_kv(row, range(rows.num_computed_tokens[row]))
         done = working[rows.num_computed_tokens[working] == rows.num_tokens[working]]
         unfinished = np.setdiff1d(working, done)
         assert (rows.num_computed_tokens[unfinished] % BLOCK_SIZE == 0).all(), "segments inside a prompt fill blocks"
@@ -103,12 +114,35 @@ class SchedulerWalk(RuleBasedStateMachine):
         rows.append(done, np.array(sampled, np.int32))
         return sampled
 
+    def digest(self, row: int, position: int) -> int:
+        return hash(tuple(self.rows.token_ids[row, : position + 1].tolist()))
+
+    def slot(self, row: int, position: int) -> int:
+        return int(self.rows.block_table.block_ids[row, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
+
+    def write_kv(self, row: int, positions: range) -> None:
+        for position in positions:
+            self.slots[self.slot(row, position)] = self.digest(row, position)
+
+    def read_kv(self, row: int, positions: range) -> None:
+        """Every token is found where the row's table says, computed behind just these tokens by an earlier plan."""
+        for position in positions:
+            assert self.slots[self.slot(row, position)] == self.digest(row, position)
+
     @invariant()
-    def blocks_are_conserved_and_never_shared(self) -> None:
-        held = [block for request in self.scheduler.running for block in request.block_ids]
-        assert len(set(held)) == len(held)
-        assert 0 not in held
-        assert len(held) + self.scheduler.pool.num_free == self.configure.num_blocks - 1
+    def blocks_are_conserved_and_shared_only_behind_equal_tokens(self) -> None:
+        holders: dict[int, set[tuple[int, ...]]] = {}
+        for request in self.scheduler.running:
+            assert len(set(request.block_ids)) == len(request.block_ids)
+            for index, block_id in enumerate(request.block_ids):
+                end = (index + 1) * BLOCK_SIZE
+                tokens = tuple(request.token_ids[:end])
+                # A block that is not full is its request's alone.
+                content = tokens if len(tokens) == end else (*tokens, -1 - int(request.request_id))
+                holders.setdefault(block_id, set()).add(content)
+        assert 0 not in holders
+        assert all(len(contents) == 1 for contents in holders.values())
+        assert len(holders) + self.scheduler.blocks.pool.num_free == self.configure.num_blocks - 1
 
     @invariant()
     def requests_hold_no_more_blocks_than_their_tokens_need(self) -> None:
@@ -142,7 +176,7 @@ class SchedulerWalk(RuleBasedStateMachine):
                 if progress.outcome is not None:
                     del self.live[progress.request.request_id]
         assert not self.live
-        assert self.scheduler.pool.num_free == self.configure.num_blocks - 1
+        assert self.scheduler.blocks.pool.num_free == self.configure.num_blocks - 1
 
 
 TestSchedulerWalk = SchedulerWalk.TestCase
