@@ -38,10 +38,14 @@ _CHANNEL_OPTIONS: list[tuple[str, int]] = [
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a whole request; the prompt's include the BOS token that the server put before it."""
+    """Tokens of a whole request; the prompt's include the BOS token that the server put before it.
+
+    `num_cached_tokens` of the prompt were found in the server's prefix cache and not computed.
+    """
 
     num_prompt_tokens: int
     num_output_tokens: int
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,7 @@ class Client:
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
         request_id: str | None = None,
+        cache_salt: str = "",
         timeout: float | None = None,
     ) -> Iterator[Delta]:
         """Continue one prompt, given as text or as token ids.
@@ -114,6 +119,7 @@ class Client:
             stop_token_ids: ids that end the text, besides the model's.
             ignore_eos: go on past the model's end-of-text ids.
             request_id: for `abort`; unique among live requests; None = the server draws one.
+            cache_salt: only requests of the same salt share cached prefixes.
             timeout: seconds that the whole request may take; None = no limit.
 
         Raises:
@@ -128,7 +134,7 @@ class Client:
                 stop_token_ids=stop_token_ids,
                 ignore_eos=ignore_eos,
             )
-            request = pb.GenerateRequest(request_id=request_id or "", sampling_params=params)
+            request = pb.GenerateRequest(request_id=request_id or "", sampling_params=params, cache_salt=cache_salt)
             if isinstance(prompt, str):
                 request.text = prompt
             else:
@@ -216,5 +222,5 @@ def _delta(response: pb.GenerateResponse) -> Delta:
         token_ids,
         response.text,
         finish_reason=FINISH_REASON_FROM_PROTO[reason],
-        usage=Usage(usage.num_prompt_tokens, usage.num_output_tokens),
+        usage=Usage(usage.num_prompt_tokens, usage.num_output_tokens, usage.num_cached_tokens),
     )

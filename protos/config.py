@@ -38,6 +38,7 @@ class Config:
     max_model_len: int = _setting(0, "tokens of prompt and output together; 0 = the model's own limit")
     kv_cache_bytes: int = _setting(1 << 30, "bytes that a worker gives to KV")
     num_blocks: int = _setting(0, "KV blocks, the null block included; 0 = as many as the memory holds")
+    prefix_caching: str = _setting("on", "share the KV of equal prompt prefixes: on or off")
     max_waiting_requests: int = _setting(1024, "requests that may wait for a row; more are refused")
     num_threads: int = _setting(0, "threads of a CPU worker; 0 = one for each core it may use")
     log_level: str = _setting("info", "debug, info, warning or error")
@@ -174,4 +175,8 @@ _LEAST = {
     "max_waiting_requests": 1,
     "num_threads": 0,
 }
-_CHOICES = {"dtype": ("bfloat16", "float32"), "log_level": ("debug", "info", "warning", "error")}
+_CHOICES = {
+    "dtype": ("bfloat16", "float32"),
+    "prefix_caching": ("on", "off"),
+    "log_level": ("debug", "info", "warning", "error"),
+}

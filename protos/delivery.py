@@ -11,12 +11,17 @@ from blockplane.protos.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A request on its way to the engine. `stream_id` is the frontend's own number for the stream that waits for it."""
+    """A request on its way to the engine.
+
+    `stream_id` is the frontend's own number for the stream that waits for it. Only requests of the same `cache_salt`
+    share cached prefixes.
+    """
 
     stream_id: int
     request_id: str
     prompt_token_ids: Int32Array
     params: SamplingParams
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +35,14 @@ class FrontendBatch:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """A stream's end: a finish reason, or the error that ended it."""
+    """A stream's end: a finish reason, or the error that ended it.
+
+    `num_cached_tokens`: tokens of the prompt that were found in the prefix cache and not computed.
+    """
 
     stream_id: int
     outcome: FinishReason | BlockplaneError
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,6 +187,7 @@ def _submission_to_proto(submission: Submission) -> pb.Submission:
         seed=params.seed,
         stop_token_ids=column_to_bytes(np.array(params.stop_token_ids, np.int32)),
         ignore_eos=params.ignore_eos,
+        cache_salt=submission.cache_salt,
     )
 
 
@@ -202,6 +203,7 @@ def _submission_from_proto(proto: pb.Submission) -> Submission:
             stop_token_ids=tuple(column_from_bytes(proto.stop_token_ids).tolist()),
             ignore_eos=proto.ignore_eos,
         ),
+        cache_salt=proto.cache_salt,
     )
 
 
@@ -239,17 +241,23 @@ def serving_from_proto(proto: pb.ServingState) -> ServingState:
 
 
 def _ending_to_proto(ending: Ending) -> pb.Ending:
-    outcome = ending.outcome
+    proto, outcome = pb.Ending(stream_id=ending.stream_id, num_cached_tokens=ending.num_cached_tokens), ending.outcome
     if isinstance(outcome, BlockplaneError):
-        return pb.Ending(stream_id=ending.stream_id, status=outcome.status.name, message=str(outcome))
-    return pb.Ending(stream_id=ending.stream_id, finish_reason=outcome)
+        proto.status, proto.message = outcome.status.name, str(outcome)
+    else:
+        proto.finish_reason = outcome
+    return proto
 
 
 def _ending_from_proto(proto: pb.Ending) -> Ending:
+    return Ending(proto.stream_id, _outcome_from_proto(proto), proto.num_cached_tokens)
+
+
+def _outcome_from_proto(proto: pb.Ending) -> FinishReason | BlockplaneError:
     if not proto.finish_reason:
         if proto.status not in grpc.StatusCode.__members__:
             raise ProtocolError(f"unknown status {proto.status!r}; run the same version everywhere.")
-        return Ending(proto.stream_id, error_of_status(grpc.StatusCode[proto.status], proto.message))
+        return error_of_status(grpc.StatusCode[proto.status], proto.message)
     if proto.finish_reason not in _FINISH_REASONS:
         raise ProtocolError(f"unknown finish reason {proto.finish_reason!r}; run the same version everywhere.")
-    return Ending(proto.stream_id, _FINISH_REASONS[proto.finish_reason])
+    return _FINISH_REASONS[proto.finish_reason]

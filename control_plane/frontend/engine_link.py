@@ -31,6 +31,8 @@ class TokenStream:
     def __init__(self) -> None:
         self._token_ids: list[int] = []
         self._outcome: FinishReason | BlockplaneError | None = None
+        self.num_cached_tokens = 0
+        """Known at the end: tokens of the prompt that were not computed."""
         self._filled = asyncio.Event()
 
     @property
@@ -41,8 +43,8 @@ class TokenStream:
         self._token_ids += token_ids
         self._filled.set()
 
-    def end(self, outcome: FinishReason | BlockplaneError) -> None:
-        self._outcome = outcome
+    def end(self, outcome: FinishReason | BlockplaneError, num_cached_tokens: int = 0) -> None:
+        self._outcome, self.num_cached_tokens = outcome, num_cached_tokens
         self._filled.set()
 
     async def take(self) -> tuple[list[int], FinishReason | None]:
@@ -78,14 +80,16 @@ class EngineLink:
         self._aborted_request_ids: list[str] = []
         self._has_news = asyncio.Event()
 
-    def open(self, request_id: str, prompt_token_ids: Int32Array, params: SamplingParams) -> tuple[int, TokenStream]:
+    def open(
+        self, request_id: str, prompt_token_ids: Int32Array, params: SamplingParams, cache_salt: str = ""
+    ) -> tuple[int, TokenStream]:
         """Submit a request. Returns the stream's id, to be closed with, and the stream. Raises UnavailableError."""
         if not self._attached:
             raise UnavailableError("the frontend is not attached to the engine; retry once health is SERVING.")
         stream_id, stream = self._next_stream_id, TokenStream()
         self._next_stream_id += 1
         self._streams[stream_id] = stream
-        self._submissions.append(Submission(stream_id, request_id, prompt_token_ids, params))
+        self._submissions.append(Submission(stream_id, request_id, prompt_token_ids, params, cache_salt))
         self._has_news.set()
         return stream_id, stream
 
@@ -150,7 +154,7 @@ class EngineLink:
             start += num_tokens
         for ending in delivery.endings:
             if (stream := self._streams.get(ending.stream_id)) is not None:
-                stream.end(ending.outcome)
+                stream.end(ending.outcome, ending.num_cached_tokens)
 
     async def _lose(self) -> bool:
         """The engine is away, and with it every request that this frontend had there. Says whether it was attached."""

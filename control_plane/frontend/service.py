@@ -50,7 +50,9 @@ class InferenceService(InferenceServicer):
         request_id = request.request_id or secrets.token_hex(8)
         continuation = text.continuation(prompt_token_ids)
         num_output_tokens = 0
-        stream_id, stream = self._link.open(request_id, np.array(prompt_token_ids, np.int32), params)
+        stream_id, stream = self._link.open(
+            request_id, np.array(prompt_token_ids, np.int32), params, request.cache_salt
+        )
         try:
             reason: FinishReason | None = None
             while reason is None:
@@ -63,6 +65,7 @@ class InferenceService(InferenceServicer):
                     response.finish_reason = FINISH_REASON_TO_PROTO[reason]
                     response.usage.num_prompt_tokens = len(prompt_token_ids)
                     response.usage.num_output_tokens = num_output_tokens
+                    response.usage.num_cached_tokens = stream.num_cached_tokens
                 yield response
         finally:
             self._link.close(stream_id)

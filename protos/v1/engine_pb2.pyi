@@ -402,6 +402,7 @@ class Submission(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.int
     """The frontend's own number for the stream, never used twice within an attach."""
     request_id: _builtins.str
@@ -411,6 +412,7 @@ class Submission(_message.Message):
     seed: _builtins.int
     stop_token_ids: _builtins.bytes
     ignore_eos: _builtins.bool
+    cache_salt: _builtins.str
     def __init__(
         self,
         *,
@@ -422,10 +424,11 @@ class Submission(_message.Message):
         seed: _builtins.int | None = ...,
         stop_token_ids: _builtins.bytes = ...,
         ignore_eos: _builtins.bool = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "request_id", b"request_id", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "stream_id", b"stream_id", "temperature", b"temperature", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "cache_salt", b"cache_salt", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "request_id", b"request_id", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "stream_id", b"stream_id", "temperature", b"temperature", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
@@ -503,11 +506,13 @@ class Ending(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.int
     finish_reason: _builtins.str
     """The name of a finish reason; empty = the status and its message say why the stream failed."""
     status: _builtins.str
     message: _builtins.str
+    num_cached_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -515,10 +520,11 @@ class Ending(_message.Message):
         finish_reason: _builtins.str = ...,
         status: _builtins.str = ...,
         message: _builtins.str = ...,
+        num_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "message", b"message", "status", b"status", "stream_id", b"stream_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "message", b"message", "num_cached_tokens", b"num_cached_tokens", "status", b"status", "stream_id", b"stream_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

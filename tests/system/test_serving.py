@@ -64,6 +64,37 @@ def test_64_requests_at_once_get_the_tokens_of_their_solo_runs(system: System, c
         assert tokens_of(client, prompt_of(length), 48) == tokens, f"prompt of {length}, alone"
 
 
+@pytest.mark.parametrize("prefix", [BLOCK_SIZE * 5, BLOCK_SIZE * 5 + 3])
+@pytest.mark.parametrize("suffix", [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, SEGMENT - 1, SEGMENT, SEGMENT + 1])
+def test_a_prefix_that_is_cached_changes_no_token(client: Client, prefix: int, suffix: int) -> None:
+    def run(salt: str) -> tuple[list[int], int]:
+        prompt = [*prompt_of(prefix), *([suffix % 250] * suffix)]
+        deltas = list(client.generate(prompt, max_tokens=8, temperature=0, ignore_eos=True, cache_salt=salt))
+        assert deltas[-1].usage is not None
+        return [token_id for delta in deltas for token_id in delta.token_ids], deltas[-1].usage.num_cached_tokens
+
+    cold, num_cached = run(f"{prefix} {suffix}")
+    assert num_cached == 0
+    warm, num_cached = run(f"{prefix} {suffix}")
+    assert num_cached == (prefix + suffix - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert warm == cold == continue_greedily([*prompt_of(prefix), *([suffix % 250] * suffix)], 8, ignore_eos=True)
+
+
+def test_many_prompts_of_one_prefix_share_it_and_each_gets_its_own_text(client: Client) -> None:
+    shared = prompt_of(6 * SEGMENT)
+
+    def run(index: int) -> tuple[list[int], int]:
+        deltas = list(client.generate([*shared, index], max_tokens=12, temperature=0, ignore_eos=True, cache_salt="32"))
+        assert deltas[-1].usage is not None
+        return [token_id for delta in deltas for token_id in delta.token_ids], deltas[-1].usage.num_cached_tokens
+
+    with ThreadPoolExecutor(32) as pool:
+        results = list(pool.map(run, range(32)))
+    for index, (tokens, _) in enumerate(results):
+        assert tokens == continue_greedily([*shared, index], 12, ignore_eos=True)
+    assert sum(num_cached for _, num_cached in results) == 31 * len(shared), "computed once"
+
+
 def test_a_request_fills_the_context_to_its_last_token(client: Client) -> None:
     prompt = prompt_of(2040)
     *_, last = client.generate(prompt, temperature=0, ignore_eos=True)
