@@ -1,7 +1,7 @@
 # Everything happens in one virtual environment, which the first target that needs it makes.
 PYTHON ?= python3
 VENV ?= .venv
-PROMPT ?= The history of the lighthouse begins
+PROMPT ?= Photosynthesis is the process by which
 BIN = $(VENV)/bin
 PROTOS = blockplane/v1/engine.proto blockplane/v1/inference.proto
 
@@ -11,7 +11,7 @@ help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 run: $(VENV)/run.stamp  ## Set everything up and continue PROMPT with Gemma 3 270M
-	$(BIN)/blockplane up --log-level warning -- generate "$(PROMPT)" --max-tokens 96 --temperature 0.7 --seed 7
+	$(BIN)/blockplane up --log-level warning -- generate "$(PROMPT)" --max-tokens 64 --temperature 0.7 --seed 1
 
 test: $(VENV)/dev.stamp  ## Lint, types, protos and every test that is not slow: what lands must pass it
 	$(BIN)/ruff check .

@@ -127,6 +127,8 @@ class Engine:
                     raise UnavailableError(f"the model {self._held_model_name} is no longer served; {model.name} is.")
                 scheduler.resume(request)
             except BlockplaneError as error:
+                # Neither held any more nor queued: there is nothing to take it out of.
+                request.ended = True
                 self._fail(request, error)
         self._announce(ServingState(self._model))
         self.work.set()
