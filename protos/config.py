@@ -36,7 +36,7 @@ class Config:
     )
     num_seqs_buckets: tuple[int, ...] = _setting((), "decode rows a step, ascending; the last is the limit")
     max_model_len: int = _setting(0, "tokens of prompt and output together; 0 = the model's own limit")
-    kv_cache_bytes: int = _setting(1 << 30, "bytes that a worker gives to KV")
+    kv_cache_bytes: int = _setting(2 << 30, "bytes that a worker gives to KV")
     num_blocks: int = _setting(0, "KV blocks, the null block included; 0 = as many as the memory holds")
     prefix_caching: str = _setting("on", "share the KV of equal prompt prefixes: on or off")
     max_waiting_requests: int = _setting(1024, "requests that may wait for a row; more are refused")
