@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,7 @@ NOT_BUILT_YET = {
         "kv_segment_size_allowed",
         "kv_segment_not_divisible",
     }
-    | {"buckets_must_match"},
-    "prefix cache": {"prefix_plus_segments", "incremental_allocation", "prefix_10_of_15", "prefix_10_of_15_block16"},
+    | {"buckets_must_match", "prefix_plus_segments"},
     "KV groups and tensor parallel ranks": {"kv_cache_spec_tp2", "min_memory_over_ranks"},
     "rows of a dense backend and smaller kernel blocks": {"move_and_swap", "map_to_kernel_blocks"}
     | {"kernel_split_same_slot", "kernel_block_must_divide"},
@@ -304,6 +304,57 @@ def prior_tokens_block_aligned(given: dict[str, Any], expect: dict[str, Any]) ->
     assert plan.prefill_num_tokens.tolist() == [given["budget"]]
     assert given["budget"] % block_size == 0
     assert expect["prefill_segment"].startswith("a multiple of 128")
+
+
+def cache_prefix(scheduler: Scheduler, num_tokens: int) -> None:
+    """Leave the blocks of a request behind whose prompt begins as `make_request`'s do."""
+    scheduler.add(make_request(num_tokens, max_tokens=1))
+    run_prefill(scheduler)
+    assert not scheduler.running
+
+
+@vector
+def incremental_allocation(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    block_size, prompt = given["block_size"], given["num_prompt_tokens"]
+    # One token more than the prompt, which leaves room for what it is asked for.
+    configure = Configure(block_size, 200, given["max_model_len"] + 1, (given["max_num_batched_tokens"],), (8,))
+    assert Configure(block_size, 200, given["max_model_len"], (128,), (8,)).max_blocks_per_row == expect["row_width"]
+    scheduler, rows = Scheduler(configure, (), 10), Rows(configure)
+    cache_prefix(scheduler, given["prefix_cached"])
+    scheduler.add(make_request(prompt))
+    num_blocks, new_per_step, computed = [], [], []
+    for step in range(1, 4):
+        plan = scheduler.schedule()
+        assert plan is not None
+        rows.apply(replace(plan, step=step, released_rows=plan.released_rows[:0]))
+        rows.advance(plan.prefill_rows, plan.prefill_num_tokens)
+        (row,) = plan.prefill_rows.tolist()
+        num_blocks.append(int(rows.block_table.num_blocks[row]))
+        new_per_step.append(len(plan.block_ids) - (given["prefix_cached"] // block_size if step == 1 else 0))
+        computed.append(int(rows.num_computed_tokens[row]))
+        if step == 1:
+            width = expect["row_width"]
+            assert rows.block_table.block_ids[row, :width].tolist() == [*range(1, 49)] + [0] * (width - 48)
+        scheduler.update(StepResult(plan.step, np.full(int(computed[-1] == prompt), 7, np.int32)))
+    assert computed == expect["tokens_needing_slots"]
+    assert num_blocks == expect["blocks_after_step"]
+    assert new_per_step == expect["new_per_step"]
+
+
+@vector
+def prefix_10_of_15(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    scheduler = Scheduler(Configure(given["block_size"], 100, 64, (64,), (8,)), (), 10)
+    cache_prefix(scheduler, given["shared"])
+    scheduler.add(make_request(given["prompt_2_tokens"]))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert plan.admissions[0].num_computed_tokens == expect["reused"]
+    assert plan.prefill_num_tokens.tolist() == [expect["computed"]]
+
+
+@vector
+def prefix_10_of_15_block16(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    prefix_10_of_15(given, expect)
 
 
 @vector
