@@ -8,6 +8,7 @@ from blockplane.data_plane.inputs import StepInputs, decode_inputs, prefill_inpu
 from blockplane.data_plane.models.interface import Model
 from blockplane.data_plane.rows import Rows
 from blockplane.data_plane.sampler import sample
+from blockplane.protos.errors import ProtocolError
 from blockplane.protos.plan import Configure, Int32Array, StepPlan, StepResult, no_rows
 
 
@@ -40,6 +41,8 @@ class Runner:
             graphs.append(decode_inputs(rows, rows.decode_rows))
         if plan.prefill_rows.size:
             graphs.append(prefill_inputs(rows, plan.prefill_rows, plan.prefill_num_tokens))
+        if not graphs:
+            raise ProtocolError(f"the engine's plan of step {plan.step} has no work; run the same version on both.")
         sampled_rows = np.concatenate([inputs.sampled_rows for inputs in graphs])
         sampled_ids = self._sample(torch.cat([self._forward(inputs) for inputs in graphs]), sampled_rows)
         for inputs in graphs:
