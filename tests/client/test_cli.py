@@ -28,7 +28,7 @@ def story_server(fake_server: FakeServer) -> FakeServer:
             token_ids=[7],
             text=" möre",
             finish_reason=pb.FINISH_REASON_STOP,
-            usage=pb.Usage(num_prompt_tokens=2, num_output_tokens=3),
+            usage=pb.Usage(num_prompt_tokens=2, num_output_tokens=3, num_cached_tokens=1),
         ),
     )
     return fake_server
@@ -51,7 +51,7 @@ def test_json_lines_hold_the_deltas_and_only_the_last_its_end(story_server: Fake
             "token_ids": [7],
             "text": " möre",
             "finish_reason": "stop",
-            "usage": {"num_prompt_tokens": 2, "num_output_tokens": 3},
+            "usage": {"num_prompt_tokens": 2, "num_output_tokens": 3, "num_cached_tokens": 1},
         },
     ]
 
