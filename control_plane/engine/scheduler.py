@@ -230,7 +230,8 @@ class Scheduler:
                 return
             self.waiting.remove(request)
             self._take_row(request, prefix, draft)
-            self._grow(request, num_tokens, draft)
+            grown = self._grow(request, num_tokens, draft)
+            assert grown, "there was room for the whole request"
             self._prefill(request, num_tokens, draft)
 
     def _take_row(self, request: Request, prefix: list[int], draft: _Draft) -> None:
