@@ -15,8 +15,8 @@ def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
     if bool((slot_mapping < 0).any()):
         reference.write_kv(key, value, k_cache, v_cache, slot_mapping)
         return
-    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, key.to(k_cache.dtype))
-    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, value.to(v_cache.dtype))
+    k_cache.flatten(0, 1)[slot_mapping] = key.to(k_cache.dtype)
+    v_cache.flatten(0, 1)[slot_mapping] = value.to(v_cache.dtype)
 
 
 def decode_attention(
