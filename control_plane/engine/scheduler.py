@@ -54,7 +54,7 @@ class _Draft:
     prefills: list[_Work] = field(default_factory=list)
     admissions: list[Request] = field(default_factory=list)
     new_blocks: list[tuple[int, int]] = field(default_factory=list)
-    has_preempted: bool = False
+    may_admit: bool = True
 
 
 class Scheduler:
@@ -132,7 +132,7 @@ class Scheduler:
         draft = _Draft(budget=self.configure.max_num_batched_tokens)
         self._schedule_decodes(draft)
         self._schedule_prefills(draft)
-        if not draft.has_preempted:
+        if draft.may_admit:
             self._admit(draft)
         self.blocks.publish_filled()
         if not draft.decodes and not draft.prefills:
@@ -195,20 +195,17 @@ class Scheduler:
                 draft.decodes.append(_Work(request, 1, samples=True))
 
     def _schedule_prefills(self, draft: _Draft) -> None:
-        """Continue the prefills of running rows within the budget.
+        """Continue the prefill of a running row within the budget.
 
-        A prefill that finds no block waits for decoding rows to end, which they do; where none decodes, the newest
-        prefill gives way. So the oldest row always gets on.
+        Segments are such that no more than one row stands inside its prompt. If that one finds no block, the others
+        decode, and so end; nobody is admitted meanwhile, lest newer requests take what comes free.
         """
         for request in [request for request in self.running if request.num_remaining_tokens > 1]:
             num_tokens = self._segment(request, draft.budget)
-            while request.row is not None and num_tokens and not self._grow(request, num_tokens, draft):
-                newest = self.running[-1]
-                if newest.num_remaining_tokens == 1 or newest is request:
-                    return
-                self._preempt(newest, draft)
-            if request.row is not None and num_tokens:
-                self._prefill(request, num_tokens, draft)
+            if not self._grow(request, num_tokens, draft):
+                draft.may_admit = False
+                return
+            self._prefill(request, num_tokens, draft)
 
     def _admit(self, draft: _Draft) -> None:
         """Admit waiting requests in order while rows, blocks and the prefill budget last.
@@ -289,7 +286,7 @@ class Scheduler:
     def _preempt(self, request: Request, draft: _Draft) -> None:
         """Take a row's blocks away; it waits at the head of the queue and is computed anew, its output included."""
         logger.info("request %s gives up its %d blocks and waits", request.request_id, len(request.block_ids))
-        draft.has_preempted = True
+        draft.may_admit = False
         self.running.remove(request)
         self._vacate(request)
         self.waiting.appendleft(request)

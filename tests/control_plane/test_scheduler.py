@@ -277,6 +277,31 @@ def test_a_row_whose_output_is_not_finite_ends_alone() -> None:
     assert [request.request_id for request in scheduler.running] == ["b"]
 
 
+def test_a_prefill_that_finds_no_block_lets_no_newer_request_pass() -> None:
+    """Three decodes grow into the last blocks of a long prompt; a small request must not take what is left."""
+    scheduler = make_scheduler(usable_blocks=198, block_size=4, tokens=(128,), max_model_len=1024)
+    for first in (1000, 2000, 3000):
+        scheduler.add(make_request(str(first), 3, max_tokens=20, first=first))
+    run_step(scheduler)
+    long, small = make_request("long", 768, max_tokens=1), make_request("small", 2, max_tokens=1, first=5000)
+    scheduler.add(long)
+    scheduler.add(small)
+    segments = []
+    while not small.ended:
+        plan, _ = run_step(scheduler)
+        segments.append(plan.prefill_num_tokens.tolist())
+        assert small.row is None or long.ended
+    waits = segments.index([])
+    assert segments[:waits] == [[128]] * 5, "the sixth segment finds no blocks"
+    assert segments[-2:] == [[128], [2]]
+
+
+def test_token_0_is_a_token_like_any_other() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 3))
+    assert [(p.token_id, p.outcome) for p in run_step(scheduler, token_id=0)[1]] == [(0, None)]
+
+
 @pytest.mark.parametrize(("step", "num_tokens"), [(2, 1), (1, 2), (1, 0)])
 def test_an_answer_that_is_not_the_plan_s_is_refused(step: int, num_tokens: int) -> None:
     scheduler = make_scheduler()

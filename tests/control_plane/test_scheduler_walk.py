@@ -145,6 +145,10 @@ class SchedulerWalk(RuleBasedStateMachine):
         assert len(holders) + self.scheduler.blocks.pool.num_free == self.configure.num_blocks - 1
 
     @invariant()
+    def no_more_than_one_row_stands_inside_its_prompt(self) -> None:
+        assert sum(request.num_remaining_tokens > 1 for request in self.scheduler.running) <= 1
+
+    @invariant()
     def requests_hold_no_more_blocks_than_their_tokens_need(self) -> None:
         for request in self.scheduler.running:
             assert len(request.block_ids) <= -(-request.num_tokens // BLOCK_SIZE)
