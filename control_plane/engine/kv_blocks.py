@@ -10,7 +10,7 @@ from blockplane.control_plane.engine.request import Request
 
 
 class KVBlocks:
-    """The blocks of one worker group. The only writer of `block_ids`, `contents` and `num_computed_tokens` to zero.
+    """The blocks of one worker group; the only writer of requests' `block_ids` and `contents`.
 
     A block may be found by others from the plan after the one that fills it: plans are carried out in order, so what
     an earlier plan fills is filled.

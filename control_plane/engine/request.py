@@ -9,12 +9,13 @@ from blockplane.protos.sampling import SamplingParams
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A growing list of tokens with a place in the KV cache. Written by the scheduler only.
+    """A growing list of tokens with a place in the KV cache. Written by the scheduler and its `KVBlocks` only.
 
     Attributes:
         request_id: the caller's.
         token_ids: prompt and output; grows by one for each answered token.
-        params: with the seed drawn.
+        params: as the caller set them.
+        seed: the caller's, or drawn once, when the request was accepted.
         owner: whoever submitted it; handed back with each output, never looked into.
         row: its row in the worker group, None while it waits.
         num_computed_tokens: tokens whose KV is in the cache.

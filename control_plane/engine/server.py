@@ -33,8 +33,11 @@ class EngineServer(EngineServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[pb.AttachWorkerResponse]:
         try:
-            hello = await _expect(request_iterator, "hello")
-            configure = self._configure(hello.hello)
+            hello = (await _expect(request_iterator, "hello")).hello
+            _check_version("worker", hello.protocol_version)
+            model = wire.model_info_from_proto(hello.model)
+            layers = [wire.layer_from_proto(layer) for layer in hello.layers]
+            configure = self._engine.configure_worker(model, layers, hello.available_memory)
         except BlockplaneError as error:
             # A standby asks again and again, and says so itself.
             level = logging.DEBUG if isinstance(error, UnavailableError) else logging.WARNING
@@ -44,8 +47,8 @@ class EngineServer(EngineServicer):
             yield pb.AttachWorkerResponse(configure=wire.configure_to_proto(configure))
             ready = await _expect(request_iterator, "ready")
             _check_ready(configure, ready.ready)
-            self._engine.worker_ready(wire.model_info_from_proto(hello.hello.model))
-            logger.info("worker ready: %s, %d blocks of %d", hello.hello.model.name, *_cache_size(configure))
+            self._engine.worker_ready(model)
+            logger.info("worker ready: %s, %d blocks of %d", model.name, configure.num_blocks, configure.block_size)
             async with aclosing(self._drive_steps(request_iterator)) as responses:
                 async for response in responses:
                     yield response
@@ -55,14 +58,6 @@ class EngineServer(EngineServicer):
             await context.abort(error.status, str(error))
         finally:
             self._engine.detach_worker()
-
-    def _configure(self, hello: pb.WorkerHello) -> Configure:
-        _check_version("worker", hello.protocol_version)
-        return self._engine.configure_worker(
-            wire.model_info_from_proto(hello.model),
-            [wire.layer_from_proto(layer) for layer in hello.layers],
-            hello.available_memory,
-        )
 
     async def _drive_steps(
         self, request_iterator: AsyncIterator[pb.AttachWorkerRequest]
@@ -133,7 +128,3 @@ def _check_ready(configure: Configure, ready: pb.WorkerReady) -> None:
     built = (ready.num_blocks, tuple(ready.num_batched_tokens_buckets), tuple(ready.num_seqs_buckets))
     if built != told:
         raise ProtocolError(f"told the worker to build (num_blocks, buckets) {told}; it built {built}.")
-
-
-def _cache_size(configure: Configure) -> tuple[int, int]:
-    return configure.num_blocks, configure.block_size

@@ -109,13 +109,12 @@ def _prompt_token_ids(request: pb.GenerateRequest, model: ModelInfo, text: Text)
 
 def _sampling_params(proto: pb.SamplingParams, model: ModelInfo) -> SamplingParams:
     """The request's parameters, checked, with the model's defaults where it sets none."""
-    stop_token_ids = tuple(proto.stop_token_ids)
     params = SamplingParams(
         # Where no number is given, the end is the model's: max_model_len, which the engine watches.
         max_tokens=proto.max_tokens if proto.HasField("max_tokens") else model.max_model_len,
         temperature=proto.temperature if proto.HasField("temperature") else model.defaults.temperature,
         seed=proto.seed if proto.HasField("seed") else None,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=tuple(proto.stop_token_ids),
         ignore_eos=proto.ignore_eos,
     )
     check_sampling_params(params, model.vocab_size)
