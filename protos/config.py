@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from blockplane.protos.buckets import check_buckets
+from blockplane.protos.buckets import check_buckets, check_context_buckets
 from blockplane.protos.errors import ConfigurationError
 
 
@@ -35,21 +35,43 @@ class Config:
         (), "prefill tokens a step, ascending; the last is the limit"
     )
     num_seqs_buckets: tuple[int, ...] = _setting((), "decode rows a step, ascending; the last is the limit")
+    kv_segment_size_buckets: tuple[int, ...] = _setting(
+        (), "tokens of prior KV that a prefill reads at a time; one size"
+    )
+    decode_context_length_buckets: tuple[int, ...] = _setting(
+        (), "tokens of context that a decode step reads, ascending; none = by backend"
+    )
+    max_num_batched_tokens: int = _setting(0, "prefill tokens a step; 0 = the last bucket, else it becomes the last")
+    max_num_seqs: int = _setting(0, "decode rows a step; 0 = the last bucket, else it becomes the last")
+    segmented_prefill: str = _setting("on", "on, or off: prompts up to the last prefill bucket, and no prefix caching")
     max_model_len: int = _setting(0, "tokens of prompt and output together; 0 = the model's own limit")
     kv_cache_bytes: int = _setting(2 << 30, "bytes that a worker gives to KV")
     num_blocks: int = _setting(0, "KV blocks, the null block included; 0 = as many as the memory holds")
-    prefix_caching: str = _setting("on", "share the KV of equal prompt prefixes: on or off")
+    prefix_caching: str = _setting("on", "share the KV of equal prompt prefixes: on or off; needs segmented_prefill")
     max_waiting_requests: int = _setting(1024, "requests that may wait for a row; more are refused")
+    max_waiting_tokens: int = _setting(4_194_304, "tokens in the prompts of waiting requests; more are refused")
+    priority_seconds: int = _setting(10, "seconds of waiting that one step of priority counts as")
+    max_queue_seconds: int = _setting(60, "seconds that accepted requests wait while no worker is ready")
     num_threads: int = _setting(0, "threads of a CPU worker; 0 = one for each core it may use")
     log_level: str = _setting("info", "debug, info, warning or error")
+
+    @property
+    def kv_segment_size(self) -> int:
+        """Tokens of prior KV that a prefill reads at a time; 0 = unsegmented (seed 001, "Attention Metadata")."""
+        return self.kv_segment_size_buckets[0] if self.segmented_prefill == "on" else 0
 
 
 PROFILES: Mapping[str, Mapping[str, Any]] = {
     # One bucket each: the fastest start where every bucket is a compilation (seed 000, "Trade-off").
-    "development": {"num_batched_tokens_buckets": (512,), "num_seqs_buckets": (8,)},
+    "development": {
+        "num_batched_tokens_buckets": (512,),
+        "num_seqs_buckets": (8,),
+        "kv_segment_size_buckets": (512,),
+    },
     "production": {
         "num_batched_tokens_buckets": (128, 256, 512, 1024),
         "num_seqs_buckets": (1, 2, 4, 8, 16, 32, 64),
+        "kv_segment_size_buckets": (1024,),
     },
 }
 
@@ -64,7 +86,7 @@ def add_settings(parser: argparse.ArgumentParser, names: Collection[str] | None 
     for setting in fields(Config):
         if names is not None and setting.name not in names:
             continue
-        shown = setting.default if setting.default != () else "by profile"
+        shown = setting.default if setting.default != () else "by profile" if setting.name in _BY_PROFILE else "none"
         group.add_argument(
             f"--{setting.name.replace('_', '-')}",
             metavar="VALUE",
@@ -96,6 +118,9 @@ def load_config(
     if config.profile not in PROFILES:
         raise ConfigurationError(f"profile is {config.profile!r}; choose one of {', '.join(PROFILES)}.")
     unset = {name: value for name, value in PROFILES[config.profile].items() if getattr(config, name) == ()}
+    for limit, name in _LIMITED.items():
+        if name in unset and (cap := getattr(config, limit)):
+            unset[name] = (*(bucket for bucket in unset[name] if bucket < cap), cap)
     config = replace(config, **unset)
     _check(config)
     return config
@@ -126,11 +151,11 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _parse(name: str, value: Any) -> Any:
-    """Turn a flag's, variable's or file's value into the type of the setting's default."""
+    """Turn a flag's, variable's or file's value into the type of the setting's default; an empty list is none given."""
     kind = type(getattr(_DEFAULTS, name))
     try:
         if kind is tuple:
-            return tuple(map(_whole_number, value.split(",") if isinstance(value, str) else value))
+            return tuple(map(_whole_number, value.split(",") if isinstance(value, str) and value else value))
         if kind is int:
             return _whole_number(value)
     except (TypeError, ValueError):
@@ -149,34 +174,63 @@ def _whole_number(value: Any) -> int:
 
 
 def _check(config: Config) -> None:
-    check_buckets("num_batched_tokens_buckets", config.num_batched_tokens_buckets)
-    check_buckets("num_seqs_buckets", config.num_seqs_buckets)
     for name, least in _LEAST.items():
         if getattr(config, name) < least:
             raise ConfigurationError(f"{name} is {getattr(config, name)}; give at least {least}.")
     if config.num_blocks == 1:
         raise ConfigurationError("num_blocks is 1, and block 0 is never used; give at least 2, or 0 for all that fit.")
+    for name, choices in _CHOICES.items():
+        if getattr(config, name) not in choices:
+            raise ConfigurationError(f"{name} is {getattr(config, name)!r}; choose one of {', '.join(choices)}.")
+    _check_bucket_lists(config)
+
+
+def _check_bucket_lists(config: Config) -> None:
+    """What no backend lifts; the rest is asked when a worker attaches, which knows its backend and its model."""
+    check_buckets("num_batched_tokens_buckets", config.num_batched_tokens_buckets)
+    check_buckets("num_seqs_buckets", config.num_seqs_buckets)
+    check_buckets("kv_segment_size_buckets", config.kv_segment_size_buckets)
+    if config.decode_context_length_buckets:
+        check_context_buckets(config.decode_context_length_buckets, config.block_size, config.max_model_len)
+    for limit, name in _LIMITED.items():
+        cap, last = getattr(config, limit), getattr(config, name)[-1]
+        if cap and cap != last:
+            raise ConfigurationError(
+                f"{limit} is {cap} and the last of {name} is {last}, and both are the same limit; make them equal, or"
+                " give only one of the settings."
+            )
+    if len(config.kv_segment_size_buckets) > 1:
+        raise ConfigurationError(
+            f"kv_segment_size_buckets is {list(config.kv_segment_size_buckets)}, {len(config.kv_segment_size_buckets)}"
+            " sizes, and 1 is supported; give one size, such as 1024."
+        )
     if config.num_batched_tokens_buckets[-1] < config.block_size:
         raise ConfigurationError(
             f"the last of num_batched_tokens_buckets is {config.num_batched_tokens_buckets[-1]}, less than block_size,"
             f" {config.block_size}: no prefill segment could fill a block; raise the first or lower the second."
         )
-    for name, choices in _CHOICES.items():
-        if getattr(config, name) not in choices:
-            raise ConfigurationError(f"{name} is {getattr(config, name)!r}; choose one of {', '.join(choices)}.")
 
 
 _DEFAULTS = Config()
+_BY_PROFILE = frozenset().union(*PROFILES.values())
+_LIMITED = {"max_num_batched_tokens": "num_batched_tokens_buckets", "max_num_seqs": "num_seqs_buckets"}
+"""Each limit, and the list whose last bucket it is."""
 _LEAST = {
     "block_size": 1,
     "max_model_len": 0,
     "kv_cache_bytes": 0,
     "num_blocks": 0,
+    "max_num_batched_tokens": 0,
+    "max_num_seqs": 0,
     "max_waiting_requests": 1,
+    "max_waiting_tokens": 1,
+    "priority_seconds": 0,
+    "max_queue_seconds": 0,
     "num_threads": 0,
 }
 _CHOICES = {
     "dtype": ("bfloat16", "float32"),
+    "segmented_prefill": ("on", "off"),
     "prefix_caching": ("on", "off"),
     "log_level": ("debug", "info", "warning", "error"),
 }

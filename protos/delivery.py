@@ -13,15 +13,24 @@ from blockplane.protos.sampling import SamplingParams
 class Submission:
     """A request on its way to the engine.
 
-    `stream_id` is the frontend's own number for the stream that waits for it. Only requests of the same `cache_salt`
-    share cached prefixes.
+    Attributes:
+        stream_id: the frontend's own number for the stream that waits for it.
+        num_samples: how many continuations of the one prompt are asked for; the i-th goes to stream `stream_id + i`.
+        priority: less comes first; a request that waits gains on all that come later.
+        timeout_seconds: how long from now the caller waits; None = for ever.
+        cache_salt: only requests of the same salt share cached prefixes.
+        skip_prefix_cache: neither read cached prefixes nor leave any.
     """
 
     stream_id: int
     request_id: str
     prompt_token_ids: Int32Array
     params: SamplingParams
+    num_samples: int = 1
+    priority: int = 0
+    timeout_seconds: float | None = None
     cache_salt: str = ""
+    skip_prefix_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +65,12 @@ class ServingState:
 class Delivery:
     """What the engine has for one frontend since its last message.
 
-    `stream_ids` and `num_tokens` have one entry per stream that got tokens, `token_ids` all their ids end to end.
-    `endings` come after the tokens. `serving` is None where it did not change.
+    `stream_ids` and `num_tokens` have one entry per stream that got tokens, `token_ids` all their ids end to end;
+    `num_tokens` is None where each got one. `endings` come after the tokens. `serving` is None where it did not change.
     """
 
     stream_ids: Int32Array = field(default_factory=no_rows)
-    num_tokens: Int32Array = field(default_factory=no_rows)
+    num_tokens: Int32Array | None = None
     token_ids: Int32Array = field(default_factory=no_rows)
     endings: tuple[Ending, ...] = ()
     serving: ServingState | None = None

@@ -20,6 +20,11 @@ class CapacityError(BlockplaneError):
 
     status = grpc.StatusCode.RESOURCE_EXHAUSTED
 
+    def __init__(self, message: str, retry_after_seconds: float | None = None) -> None:
+        """`retry_after_seconds`: when it may fit; None = not before something is changed."""
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
 
 class UnavailableError(BlockplaneError):
     """A part of the system is not attached or is going away: retry."""

@@ -36,10 +36,19 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class LayerKVSpec:
-    """One layer's KV in one rank, as the model needs it. `dtype` is a name such as "bfloat16"."""
+    """One layer's KV in one rank, as the model needs it.
+
+    Attributes:
+        dtype: a name such as "bfloat16".
+        sliding_window: tokens that a query sees, its own included; None = no window.
+        attention_chunk_size: tokens; a query sees its own chunk, up to itself; None = no chunks.
+        shares_kv_with: the layer whose KV this one reads; None = it has its own.
+    """
 
     name: str
     num_kv_heads: int
     head_dim: int
     dtype: str
     sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+    shares_kv_with: str | None = None

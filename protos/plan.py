@@ -1,24 +1,42 @@
 """The hot messages between engine and worker, as frozen values; knows neither protobuf nor gRPC."""
 
 from dataclasses import dataclass, field
+from math import lcm
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from blockplane.protos.kv_cache import KVCacheGroup, KVCacheTensor
+
 Int32Array = NDArray[np.int32]
+IntArray = NDArray[np.integer[Any]]
+
+NO_ROWS: Int32Array = np.empty(0, np.int32)
+"""The empty column."""
+NO_ROWS.flags.writeable = False
 
 
 def no_rows() -> Int32Array:
-    """An empty column."""
-    return np.empty(0, np.int32)
+    return NO_ROWS
 
 
 @dataclass(frozen=True, slots=True)
 class Configure:
     """What the engine decided for a worker group; the worker builds it or refuses.
 
-    `num_blocks` includes the null block. `max_model_len` in tokens. The last bucket of each list is the limit:
-    `max_num_batched_tokens` and `max_num_seqs`.
+    The last bucket of each list is the limit: `max_num_batched_tokens` and `max_num_seqs`.
+
+    Attributes:
+        num_blocks: the null block included.
+        max_model_len: tokens.
+        kv_cache_groups: each has its own block table over the one pool.
+        kv_cache_tensors: the memory that the groups share; none = one for each layer.
+        kv_segment_size: tokens of prior KV that a prefill reads at a time; 0 = unsegmented, a prompt is one segment and
+            no prior KV is read (seed 001).
+        decode_context_length_buckets: tokens; none = the backend takes contexts as data, not as shapes.
+        prefill_multiple_of: tokens; every segment but a prompt's last is a multiple of it, and of block_size.
+        num_draft_tokens: the most that a row may be granted beside its next token.
     """
 
     block_size: int
@@ -26,6 +44,12 @@ class Configure:
     max_model_len: int
     num_batched_tokens_buckets: tuple[int, ...]
     num_seqs_buckets: tuple[int, ...]
+    kv_cache_groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(),)
+    kv_cache_tensors: tuple[KVCacheTensor, ...] = ()
+    kv_segment_size: int = 512
+    decode_context_length_buckets: tuple[int, ...] = ()
+    prefill_multiple_of: int = 1
+    num_draft_tokens: int = 0
 
     @property
     def max_num_batched_tokens(self) -> int:
@@ -34,6 +58,16 @@ class Configure:
     @property
     def max_num_seqs(self) -> int:
         return self.num_seqs_buckets[-1]
+
+    @property
+    def segment_multiple(self) -> int:
+        """Tokens; keeps the KV before a segment block-aligned (seed 001, "Block Alignment")."""
+        return lcm(self.block_size, self.prefill_multiple_of)
+
+    @property
+    def decode_token_threshold(self) -> int:
+        """A row of at most so many new tokens decodes (seed 001, "Attention Metadata")."""
+        return 1 + self.num_draft_tokens
 
     @property
     def max_blocks_per_row(self) -> int:
@@ -63,9 +97,13 @@ class StepPlan:
         step: 1, 2, 3, ... since the attach.
         released_rows: rows that are free again.
         admissions: requests that take a row.
-        block_rows, block_ids: per new block, the row that gets it as its next logical block, and its id.
+        block_rows: per new logical block, the row that gets it as its next one.
+        block_ids: the block's ids in each group, group after group within a block: [num_new_blocks * num_groups]. The
+            null block stands where a group's layers see nothing of it any more.
         prefill_rows, prefill_num_tokens: per prefill segment, its row and how many tokens it computes.
-        decode_rows: rows that compute one token and sample the next; None = as in the last plan.
+        decode_rows: rows that compute their newest token and sample the next; None = as in the last plan.
+        decode_num_tokens: per decode row, how many tokens it may compute: its newest and drafts; None = as in the last
+            plan if `decode_rows` is None too, else 1 each.
     """
 
     step: int
@@ -76,13 +114,18 @@ class StepPlan:
     prefill_rows: Int32Array = field(default_factory=no_rows)
     prefill_num_tokens: Int32Array = field(default_factory=no_rows)
     decode_rows: Int32Array | None = None
+    decode_num_tokens: Int32Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step produced: a token id for each decode row, then for each prefill segment that reached its row's last
-    token, in the plan's order. -1 stands where the row's logits were not finite.
+    """What a step produced: the new tokens of each decode row, then one for each prefill segment that reached its row's
+    last token, in the plan's order, end to end. -1 stands where the row's logits were not finite.
+
+    `num_tokens`: int32, how many each decode row got, which is one more than its drafts that were accepted; None = 1
+    each.
     """
 
     step: int
     token_ids: Int32Array
+    num_tokens: Int32Array | None = None

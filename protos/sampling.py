@@ -9,6 +9,8 @@ from numpy.typing import ArrayLike
 from blockplane.protos.errors import InvalidRequestError
 
 MAX_TEMPERATURE = 100.0
+MAX_SAMPLES = 64
+"""Continuations that may be asked for of one prompt."""
 
 
 @dataclass(frozen=True, slots=True)

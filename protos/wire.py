@@ -1,35 +1,27 @@
-"""Conversion between the frozen messages and protobuf, both ways; the only code that builds or reads hot protobuf.
+"""The worker's messages to protobuf and back; with `delivery_wire` the only code that builds or reads hot protobuf.
 
 Columns cross as little-endian int32 bytes: `tobytes` on one side, `frombuffer` on the other, no Python loop.
 """
 
-from typing import get_args
+from dataclasses import asdict
 
-import grpc
 import numpy as np
 
-from blockplane.protos.delivery import Delivery, Ending, FrontendBatch, ServingState, Submission
-from blockplane.protos.errors import BlockplaneError, ProtocolError, error_of_status
-from blockplane.protos.finish import FinishReason
+from blockplane.protos.buckets import BucketRules
+from blockplane.protos.errors import ProtocolError
+from blockplane.protos.kv_cache import KVCacheGroup, KVCacheTensor
 from blockplane.protos.model import GenerationDefaults, LayerKVSpec, ModelInfo
 from blockplane.protos.plan import Admission, Configure, Int32Array, StepPlan, StepResult
-from blockplane.protos.sampling import SamplingParams
+from blockplane.protos.statistics import Statistics
 from blockplane.v1 import engine_pb2 as pb
-from blockplane.v1 import inference_pb2
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 _INT32 = np.dtype("<i4")
-_FINISH_REASONS: dict[str, FinishReason] = {reason: reason for reason in get_args(FinishReason)}
-
-FINISH_REASON_TO_PROTO: dict[FinishReason, inference_pb2.FinishReason.ValueType] = {
-    reason: inference_pb2.FinishReason.Value(f"FINISH_REASON_{reason.upper()}") for reason in get_args(FinishReason)
-}
-FINISH_REASON_FROM_PROTO = {number: reason for reason, number in FINISH_REASON_TO_PROTO.items()}
 
 
 def column_to_bytes(column: Int32Array) -> bytes:
-    return column.astype(_INT32, copy=False).tobytes()
+    return column.astype(_INT32, copy=False).tobytes() if column.size else b""
 
 
 def column_from_bytes(data: bytes) -> Int32Array:
@@ -38,29 +30,39 @@ def column_from_bytes(data: bytes) -> Int32Array:
         raise ProtocolError(
             f"a column of {len(data)} bytes does not hold whole int32 numbers; check the peer's version."
         )
-    return np.frombuffer(data, _INT32).astype(np.int32, copy=False)
+    return np.frombuffer(data, _INT32)
 
 
 def plan_to_proto(plan: StepPlan) -> pb.StepPlan:
-    return pb.StepPlan(
+    proto = pb.StepPlan(
         step=plan.step,
-        released_rows=column_to_bytes(plan.released_rows),
-        admissions=[
-            pb.Admission(
-                row=admission.row,
-                token_ids=column_to_bytes(admission.token_ids),
-                num_prompt_tokens=admission.num_prompt_tokens,
-                num_computed_tokens=admission.num_computed_tokens,
-                temperature=admission.temperature,
-                seed=admission.seed,
-            )
-            for admission in plan.admissions
-        ],
-        block_rows=column_to_bytes(plan.block_rows),
-        block_ids=column_to_bytes(plan.block_ids),
-        prefill_rows=column_to_bytes(plan.prefill_rows),
-        prefill_num_tokens=column_to_bytes(plan.prefill_num_tokens),
-        decode_rows=None if plan.decode_rows is None else column_to_bytes(plan.decode_rows),
+        decode_rows=_optional_to_bytes(plan.decode_rows),
+        decode_num_tokens=_optional_to_bytes(plan.decode_num_tokens),
+    )
+    # Most plans change nothing: these cost a look each.
+    if plan.released_rows.size:
+        proto.released_rows = column_to_bytes(plan.released_rows)
+    if plan.admissions:
+        proto.admissions.extend(map(_admission_to_proto, plan.admissions))
+    if plan.block_rows.size:
+        proto.block_rows = column_to_bytes(plan.block_rows)
+    if plan.block_ids.size:
+        proto.block_ids = column_to_bytes(plan.block_ids)
+    if plan.prefill_rows.size:
+        proto.prefill_rows = column_to_bytes(plan.prefill_rows)
+    if plan.prefill_num_tokens.size:
+        proto.prefill_num_tokens = column_to_bytes(plan.prefill_num_tokens)
+    return proto
+
+
+def _admission_to_proto(admission: Admission) -> pb.Admission:
+    return pb.Admission(
+        row=admission.row,
+        token_ids=column_to_bytes(admission.token_ids),
+        num_prompt_tokens=admission.num_prompt_tokens,
+        num_computed_tokens=admission.num_computed_tokens,
+        temperature=admission.temperature,
+        seed=admission.seed,
     )
 
 
@@ -84,15 +86,28 @@ def plan_from_proto(proto: pb.StepPlan) -> StepPlan:
         prefill_rows=column_from_bytes(proto.prefill_rows),
         prefill_num_tokens=column_from_bytes(proto.prefill_num_tokens),
         decode_rows=column_from_bytes(proto.decode_rows) if proto.HasField("decode_rows") else None,
+        decode_num_tokens=column_from_bytes(proto.decode_num_tokens) if proto.HasField("decode_num_tokens") else None,
     )
 
 
+def _optional_to_bytes(column: Int32Array | None) -> bytes | None:
+    return None if column is None else column_to_bytes(column)
+
+
 def result_to_proto(result: StepResult) -> pb.StepResult:
-    return pb.StepResult(step=result.step, token_ids=column_to_bytes(result.token_ids))
+    return pb.StepResult(
+        step=result.step,
+        token_ids=column_to_bytes(result.token_ids),
+        num_tokens=_optional_to_bytes(result.num_tokens),
+    )
 
 
 def result_from_proto(proto: pb.StepResult) -> StepResult:
-    return StepResult(step=proto.step, token_ids=column_from_bytes(proto.token_ids))
+    return StepResult(
+        step=proto.step,
+        token_ids=column_from_bytes(proto.token_ids),
+        num_tokens=column_from_bytes(proto.num_tokens) if proto.HasField("num_tokens") else None,
+    )
 
 
 def configure_to_proto(configure: Configure) -> pb.Configure:
@@ -102,6 +117,14 @@ def configure_to_proto(configure: Configure) -> pb.Configure:
         max_model_len=configure.max_model_len,
         num_batched_tokens_buckets=configure.num_batched_tokens_buckets,
         num_seqs_buckets=configure.num_seqs_buckets,
+        kv_cache_groups=[_group_to_proto(group) for group in configure.kv_cache_groups],
+        kv_cache_tensors=[
+            pb.KVCacheTensor(size=tensor.size, shared_by=tensor.shared_by) for tensor in configure.kv_cache_tensors
+        ],
+        kv_segment_size=configure.kv_segment_size,
+        decode_context_length_buckets=configure.decode_context_length_buckets,
+        prefill_multiple_of=configure.prefill_multiple_of,
+        num_draft_tokens=configure.num_draft_tokens,
     )
 
 
@@ -112,6 +135,56 @@ def configure_from_proto(proto: pb.Configure) -> Configure:
         max_model_len=proto.max_model_len,
         num_batched_tokens_buckets=tuple(proto.num_batched_tokens_buckets),
         num_seqs_buckets=tuple(proto.num_seqs_buckets),
+        kv_cache_groups=tuple(_group_from_proto(group) for group in proto.kv_cache_groups),
+        kv_cache_tensors=tuple(
+            KVCacheTensor(tensor.size, tuple(tensor.shared_by)) for tensor in proto.kv_cache_tensors
+        ),
+        kv_segment_size=proto.kv_segment_size,
+        decode_context_length_buckets=tuple(proto.decode_context_length_buckets),
+        prefill_multiple_of=proto.prefill_multiple_of,
+        num_draft_tokens=proto.num_draft_tokens,
+    )
+
+
+def _group_to_proto(group: KVCacheGroup) -> pb.KVCacheGroup:
+    return pb.KVCacheGroup(
+        layer_names=group.layer_names,
+        num_kv_heads=group.num_kv_heads,
+        head_dim=group.head_dim,
+        dtype=group.dtype,
+        sliding_window=group.sliding_window,
+        attention_chunk_size=group.attention_chunk_size,
+    )
+
+
+def _group_from_proto(proto: pb.KVCacheGroup) -> KVCacheGroup:
+    return KVCacheGroup(
+        layer_names=tuple(proto.layer_names),
+        num_kv_heads=proto.num_kv_heads,
+        head_dim=proto.head_dim,
+        dtype=proto.dtype,
+        sliding_window=proto.sliding_window if proto.HasField("sliding_window") else None,
+        attention_chunk_size=proto.attention_chunk_size if proto.HasField("attention_chunk_size") else None,
+    )
+
+
+def bucket_rules_to_proto(rules: BucketRules) -> pb.BucketRules:
+    return pb.BucketRules(
+        kv_segment_sizes=rules.kv_segment_sizes,
+        kv_segment_holds_whole_blocks=rules.kv_segment_holds_whole_blocks,
+        prefill_equals_kv_segment=rules.prefill_equals_kv_segment,
+        prefill_multiple_of=rules.prefill_multiple_of,
+        context_is_a_shape=rules.context_is_a_shape,
+    )
+
+
+def bucket_rules_from_proto(proto: pb.BucketRules) -> BucketRules:
+    return BucketRules(
+        kv_segment_sizes=tuple(proto.kv_segment_sizes),
+        kv_segment_holds_whole_blocks=proto.kv_segment_holds_whole_blocks,
+        prefill_equals_kv_segment=proto.prefill_equals_kv_segment,
+        prefill_multiple_of=proto.prefill_multiple_of or 1,
+        context_is_a_shape=proto.context_is_a_shape,
     )
 
 
@@ -146,6 +219,8 @@ def layer_to_proto(spec: LayerKVSpec) -> pb.LayerKVSpec:
         head_dim=spec.head_dim,
         dtype=spec.dtype,
         sliding_window=spec.sliding_window,
+        attention_chunk_size=spec.attention_chunk_size,
+        shares_kv_with=spec.shares_kv_with,
     )
 
 
@@ -156,108 +231,10 @@ def layer_from_proto(proto: pb.LayerKVSpec) -> LayerKVSpec:
         head_dim=proto.head_dim,
         dtype=proto.dtype,
         sliding_window=proto.sliding_window if proto.HasField("sliding_window") else None,
+        attention_chunk_size=proto.attention_chunk_size if proto.HasField("attention_chunk_size") else None,
+        shares_kv_with=proto.shares_kv_with if proto.HasField("shares_kv_with") else None,
     )
 
 
-def frontend_batch_to_proto(batch: FrontendBatch) -> pb.AttachFrontendRequest:
-    return pb.AttachFrontendRequest(
-        protocol_version=PROTOCOL_VERSION,
-        submissions=[_submission_to_proto(submission) for submission in batch.submissions],
-        aborted_stream_ids=column_to_bytes(np.array(batch.aborted_stream_ids, np.int32)),
-        aborted_request_ids=batch.aborted_request_ids,
-    )
-
-
-def frontend_batch_from_proto(proto: pb.AttachFrontendRequest) -> FrontendBatch:
-    return FrontendBatch(
-        submissions=tuple(_submission_from_proto(submission) for submission in proto.submissions),
-        aborted_stream_ids=tuple(column_from_bytes(proto.aborted_stream_ids).tolist()),
-        aborted_request_ids=tuple(proto.aborted_request_ids),
-    )
-
-
-def _submission_to_proto(submission: Submission) -> pb.Submission:
-    params = submission.params
-    return pb.Submission(
-        stream_id=submission.stream_id,
-        request_id=submission.request_id,
-        token_ids=column_to_bytes(submission.prompt_token_ids),
-        max_tokens=params.max_tokens,
-        temperature=params.temperature,
-        seed=params.seed,
-        stop_token_ids=column_to_bytes(np.array(params.stop_token_ids, np.int32)),
-        ignore_eos=params.ignore_eos,
-        cache_salt=submission.cache_salt,
-    )
-
-
-def _submission_from_proto(proto: pb.Submission) -> Submission:
-    return Submission(
-        stream_id=proto.stream_id,
-        request_id=proto.request_id,
-        prompt_token_ids=column_from_bytes(proto.token_ids),
-        params=SamplingParams(
-            max_tokens=proto.max_tokens,
-            temperature=proto.temperature,
-            seed=proto.seed if proto.HasField("seed") else None,
-            stop_token_ids=tuple(column_from_bytes(proto.stop_token_ids).tolist()),
-            ignore_eos=proto.ignore_eos,
-        ),
-        cache_salt=proto.cache_salt,
-    )
-
-
-def delivery_to_proto(delivery: Delivery) -> pb.AttachFrontendResponse:
-    serving = delivery.serving
-    return pb.AttachFrontendResponse(
-        serving=None if serving is None else serving_to_proto(serving),
-        stream_ids=column_to_bytes(delivery.stream_ids),
-        num_tokens=column_to_bytes(delivery.num_tokens),
-        token_ids=column_to_bytes(delivery.token_ids),
-        endings=[_ending_to_proto(ending) for ending in delivery.endings],
-    )
-
-
-def delivery_from_proto(proto: pb.AttachFrontendResponse) -> Delivery:
-    """Raises ProtocolError if the columns do not belong together."""
-    delivery = Delivery(
-        stream_ids=column_from_bytes(proto.stream_ids),
-        num_tokens=column_from_bytes(proto.num_tokens),
-        token_ids=column_from_bytes(proto.token_ids),
-        endings=tuple(_ending_from_proto(ending) for ending in proto.endings),
-        serving=serving_from_proto(proto.serving) if proto.HasField("serving") else None,
-    )
-    if len(delivery.stream_ids) != len(delivery.num_tokens) or delivery.num_tokens.sum() != len(delivery.token_ids):
-        raise ProtocolError("a delivery's columns do not belong together; run the same version everywhere.")
-    return delivery
-
-
-def serving_to_proto(serving: ServingState) -> pb.ServingState:
-    return pb.ServingState(model=None if serving.model is None else model_info_to_proto(serving.model))
-
-
-def serving_from_proto(proto: pb.ServingState) -> ServingState:
-    return ServingState(model_info_from_proto(proto.model) if proto.HasField("model") else None)
-
-
-def _ending_to_proto(ending: Ending) -> pb.Ending:
-    proto, outcome = pb.Ending(stream_id=ending.stream_id, num_cached_tokens=ending.num_cached_tokens), ending.outcome
-    if isinstance(outcome, BlockplaneError):
-        proto.status, proto.message = outcome.status.name, str(outcome)
-    else:
-        proto.finish_reason = outcome
-    return proto
-
-
-def _ending_from_proto(proto: pb.Ending) -> Ending:
-    return Ending(proto.stream_id, _outcome_from_proto(proto), proto.num_cached_tokens)
-
-
-def _outcome_from_proto(proto: pb.Ending) -> FinishReason | BlockplaneError:
-    if not proto.finish_reason:
-        if proto.status not in grpc.StatusCode.__members__:
-            raise ProtocolError(f"unknown status {proto.status!r}; run the same version everywhere.")
-        return error_of_status(grpc.StatusCode[proto.status], proto.message)
-    if proto.finish_reason not in _FINISH_REASONS:
-        raise ProtocolError(f"unknown finish reason {proto.finish_reason!r}; run the same version everywhere.")
-    return _FINISH_REASONS[proto.finish_reason]
+def statistics_to_proto(statistics: Statistics) -> pb.GetStatisticsResponse:
+    return pb.GetStatisticsResponse(**asdict(statistics))

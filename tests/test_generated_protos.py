@@ -55,7 +55,7 @@ def test_message_stubs_describe_the_proto_file(file: str, compiled: dict[str, Fi
 def test_comparison_sees_a_changed_field(compiled: dict[str, FileDescriptorProto]) -> None:
     file = compiled[PROTO_FILES[0]]
     changed = FileDescriptorProto.FromString(file.SerializeToString())
-    changed.message_type[-1].field[0].number = 99
+    next(message for message in changed.message_type if message.field).field[0].number = 99
     assert normalized(changed) != file
 
 

@@ -86,6 +86,7 @@ class WorkerHello(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
     AVAILABLE_MEMORY_FIELD_NUMBER: _builtins.int
+    BUCKET_RULES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     available_memory: _builtins.int
     """Bytes that the worker can give to KV."""
@@ -93,6 +94,8 @@ class WorkerHello(_message.Message):
     def model(self) -> Global___ModelInfo: ...
     @_builtins.property
     def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerKVSpec]: ...
+    @_builtins.property
+    def bucket_rules(self) -> Global___BucketRules: ...
     def __init__(
         self,
         *,
@@ -100,14 +103,49 @@ class WorkerHello(_message.Message):
         model: Global___ModelInfo | None = ...,
         layers: _abc.Iterable[Global___LayerKVSpec] | None = ...,
         available_memory: _builtins.int = ...,
+        bucket_rules: Global___BucketRules | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bucket_rules", b"bucket_rules", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_memory", b"available_memory", "layers", b"layers", "model", b"model", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_memory", b"available_memory", "bucket_rules", b"bucket_rules", "layers", b"layers", "model", b"model", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerHello: _TypeAlias = WorkerHello  # noqa: Y015
+
+@_typing.final
+class BucketRules(_message.Message):
+    """What the worker's backend asks of bucket lists."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KV_SEGMENT_SIZES_FIELD_NUMBER: _builtins.int
+    KV_SEGMENT_HOLDS_WHOLE_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREFILL_EQUALS_KV_SEGMENT_FIELD_NUMBER: _builtins.int
+    PREFILL_MULTIPLE_OF_FIELD_NUMBER: _builtins.int
+    CONTEXT_IS_A_SHAPE_FIELD_NUMBER: _builtins.int
+    kv_segment_holds_whole_blocks: _builtins.bool
+    prefill_equals_kv_segment: _builtins.bool
+    prefill_multiple_of: _builtins.int
+    context_is_a_shape: _builtins.bool
+    @_builtins.property
+    def kv_segment_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        kv_segment_sizes: _abc.Iterable[_builtins.int] | None = ...,
+        kv_segment_holds_whole_blocks: _builtins.bool = ...,
+        prefill_equals_kv_segment: _builtins.bool = ...,
+        prefill_multiple_of: _builtins.int = ...,
+        context_is_a_shape: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_is_a_shape", b"context_is_a_shape", "kv_segment_holds_whole_blocks", b"kv_segment_holds_whole_blocks", "kv_segment_sizes", b"kv_segment_sizes", "prefill_equals_kv_segment", b"prefill_equals_kv_segment", "prefill_multiple_of", b"prefill_multiple_of"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BucketRules: _TypeAlias = BucketRules  # noqa: Y015
 
 @_typing.final
 class ModelInfo(_message.Message):
@@ -159,11 +197,16 @@ class LayerKVSpec(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     SLIDING_WINDOW_FIELD_NUMBER: _builtins.int
+    ATTENTION_CHUNK_SIZE_FIELD_NUMBER: _builtins.int
+    SHARES_KV_WITH_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     num_kv_heads: _builtins.int
     head_dim: _builtins.int
     dtype: _builtins.str
     sliding_window: _builtins.int
+    attention_chunk_size: _builtins.int
+    shares_kv_with: _builtins.str
+    """The layer whose KV this one reads."""
     def __init__(
         self,
         *,
@@ -172,16 +215,94 @@ class LayerKVSpec(_message.Message):
         head_dim: _builtins.int = ...,
         dtype: _builtins.str = ...,
         sliding_window: _builtins.int | None = ...,
+        attention_chunk_size: _builtins.int | None = ...,
+        shares_kv_with: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_sliding_window", b"_sliding_window", "sliding_window", b"sliding_window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attention_chunk_size", b"_attention_chunk_size", "_shares_kv_with", b"_shares_kv_with", "_sliding_window", b"_sliding_window", "attention_chunk_size", b"attention_chunk_size", "shares_kv_with", b"shares_kv_with", "sliding_window", b"sliding_window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sliding_window", b"_sliding_window", "dtype", b"dtype", "head_dim", b"head_dim", "name", b"name", "num_kv_heads", b"num_kv_heads", "sliding_window", b"sliding_window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_chunk_size", b"_attention_chunk_size", "_shares_kv_with", b"_shares_kv_with", "_sliding_window", b"_sliding_window", "attention_chunk_size", b"attention_chunk_size", "dtype", b"dtype", "head_dim", b"head_dim", "name", b"name", "num_kv_heads", b"num_kv_heads", "shares_kv_with", b"shares_kv_with", "sliding_window", b"sliding_window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__attention_chunk_size: _TypeAlias = _typing.Literal["attention_chunk_size"]  # noqa: Y015
+    _WhichOneofArgType__attention_chunk_size: _TypeAlias = _typing.Literal["_attention_chunk_size", b"_attention_chunk_size"]  # noqa: Y015
+    _WhichOneofReturnType__shares_kv_with: _TypeAlias = _typing.Literal["shares_kv_with"]  # noqa: Y015
+    _WhichOneofArgType__shares_kv_with: _TypeAlias = _typing.Literal["_shares_kv_with", b"_shares_kv_with"]  # noqa: Y015
     _WhichOneofReturnType__sliding_window: _TypeAlias = _typing.Literal["sliding_window"]  # noqa: Y015
     _WhichOneofArgType__sliding_window: _TypeAlias = _typing.Literal["_sliding_window", b"_sliding_window"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__attention_chunk_size) -> _WhichOneofReturnType__attention_chunk_size | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shares_kv_with) -> _WhichOneofReturnType__shares_kv_with | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sliding_window) -> _WhichOneofReturnType__sliding_window | None: ...
 
 Global___LayerKVSpec: _TypeAlias = LayerKVSpec  # noqa: Y015
+
+@_typing.final
+class KVCacheGroup(_message.Message):
+    """Layers that share one block table."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYER_NAMES_FIELD_NUMBER: _builtins.int
+    NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
+    HEAD_DIM_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SLIDING_WINDOW_FIELD_NUMBER: _builtins.int
+    ATTENTION_CHUNK_SIZE_FIELD_NUMBER: _builtins.int
+    num_kv_heads: _builtins.int
+    head_dim: _builtins.int
+    dtype: _builtins.str
+    sliding_window: _builtins.int
+    attention_chunk_size: _builtins.int
+    @_builtins.property
+    def layer_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        layer_names: _abc.Iterable[_builtins.str] | None = ...,
+        num_kv_heads: _builtins.int = ...,
+        head_dim: _builtins.int = ...,
+        dtype: _builtins.str = ...,
+        sliding_window: _builtins.int | None = ...,
+        attention_chunk_size: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attention_chunk_size", b"_attention_chunk_size", "_sliding_window", b"_sliding_window", "attention_chunk_size", b"attention_chunk_size", "sliding_window", b"sliding_window"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_chunk_size", b"_attention_chunk_size", "_sliding_window", b"_sliding_window", "attention_chunk_size", b"attention_chunk_size", "dtype", b"dtype", "head_dim", b"head_dim", "layer_names", b"layer_names", "num_kv_heads", b"num_kv_heads", "sliding_window", b"sliding_window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__attention_chunk_size: _TypeAlias = _typing.Literal["attention_chunk_size"]  # noqa: Y015
+    _WhichOneofArgType__attention_chunk_size: _TypeAlias = _typing.Literal["_attention_chunk_size", b"_attention_chunk_size"]  # noqa: Y015
+    _WhichOneofReturnType__sliding_window: _TypeAlias = _typing.Literal["sliding_window"]  # noqa: Y015
+    _WhichOneofArgType__sliding_window: _TypeAlias = _typing.Literal["_sliding_window", b"_sliding_window"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__attention_chunk_size) -> _WhichOneofReturnType__attention_chunk_size | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sliding_window) -> _WhichOneofReturnType__sliding_window | None: ...
+
+Global___KVCacheGroup: _TypeAlias = KVCacheGroup  # noqa: Y015
+
+@_typing.final
+class KVCacheTensor(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIZE_FIELD_NUMBER: _builtins.int
+    SHARED_BY_FIELD_NUMBER: _builtins.int
+    size: _builtins.int
+    @_builtins.property
+    def shared_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        size: _builtins.int = ...,
+        shared_by: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shared_by", b"shared_by", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KVCacheTensor: _TypeAlias = KVCacheTensor  # noqa: Y015
 
 @_typing.final
 class Configure(_message.Message):
@@ -192,14 +313,30 @@ class Configure(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     NUM_BATCHED_TOKENS_BUCKETS_FIELD_NUMBER: _builtins.int
     NUM_SEQS_BUCKETS_FIELD_NUMBER: _builtins.int
+    KV_CACHE_GROUPS_FIELD_NUMBER: _builtins.int
+    KV_CACHE_TENSORS_FIELD_NUMBER: _builtins.int
+    KV_SEGMENT_SIZE_FIELD_NUMBER: _builtins.int
+    DECODE_CONTEXT_LENGTH_BUCKETS_FIELD_NUMBER: _builtins.int
+    PREFILL_MULTIPLE_OF_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
     num_blocks: _builtins.int
     """The null block included."""
     max_model_len: _builtins.int
+    kv_segment_size: _builtins.int
+    """0 = unsegmented prefill."""
+    prefill_multiple_of: _builtins.int
+    num_draft_tokens: _builtins.int
     @_builtins.property
     def num_batched_tokens_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def num_seqs_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def kv_cache_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVCacheGroup]: ...
+    @_builtins.property
+    def kv_cache_tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVCacheTensor]: ...
+    @_builtins.property
+    def decode_context_length_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -208,10 +345,16 @@ class Configure(_message.Message):
         max_model_len: _builtins.int = ...,
         num_batched_tokens_buckets: _abc.Iterable[_builtins.int] | None = ...,
         num_seqs_buckets: _abc.Iterable[_builtins.int] | None = ...,
+        kv_cache_groups: _abc.Iterable[Global___KVCacheGroup] | None = ...,
+        kv_cache_tensors: _abc.Iterable[Global___KVCacheTensor] | None = ...,
+        kv_segment_size: _builtins.int = ...,
+        decode_context_length_buckets: _abc.Iterable[_builtins.int] | None = ...,
+        prefill_multiple_of: _builtins.int = ...,
+        num_draft_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "max_model_len", b"max_model_len", "num_batched_tokens_buckets", b"num_batched_tokens_buckets", "num_blocks", b"num_blocks", "num_seqs_buckets", b"num_seqs_buckets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "decode_context_length_buckets", b"decode_context_length_buckets", "kv_cache_groups", b"kv_cache_groups", "kv_cache_tensors", b"kv_cache_tensors", "kv_segment_size", b"kv_segment_size", "max_model_len", b"max_model_len", "num_batched_tokens_buckets", b"num_batched_tokens_buckets", "num_blocks", b"num_blocks", "num_draft_tokens", b"num_draft_tokens", "num_seqs_buckets", b"num_seqs_buckets", "prefill_multiple_of", b"prefill_multiple_of"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -260,17 +403,21 @@ class StepPlan(_message.Message):
     PREFILL_ROWS_FIELD_NUMBER: _builtins.int
     PREFILL_NUM_TOKENS_FIELD_NUMBER: _builtins.int
     DECODE_ROWS_FIELD_NUMBER: _builtins.int
+    DECODE_NUM_TOKENS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """1, 2, 3, ... from the attach on."""
     released_rows: _builtins.bytes
     block_rows: _builtins.bytes
-    """One entry per new block: it becomes the row's next logical block."""
+    """One entry per new logical block of a row."""
     block_ids: _builtins.bytes
+    """Its id in each KV cache group, group after group; 0 = the group's layers see nothing of it any more."""
     prefill_rows: _builtins.bytes
     """Prefill segments, packed in this order."""
     prefill_num_tokens: _builtins.bytes
     decode_rows: _builtins.bytes
-    """The rows that decode one token each; absent = the same as in the last plan."""
+    """The rows that decode; absent = the same as in the last plan."""
+    decode_num_tokens: _builtins.bytes
+    """How many tokens each of them may compute; absent = as in the last plan, or 1 each where the rows are new."""
     @_builtins.property
     def admissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Admission]: ...
     def __init__(
@@ -284,13 +431,19 @@ class StepPlan(_message.Message):
         prefill_rows: _builtins.bytes = ...,
         prefill_num_tokens: _builtins.bytes = ...,
         decode_rows: _builtins.bytes | None = ...,
+        decode_num_tokens: _builtins.bytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_rows", b"_decode_rows", "decode_rows", b"decode_rows"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_num_tokens", b"_decode_num_tokens", "_decode_rows", b"_decode_rows", "decode_num_tokens", b"decode_num_tokens", "decode_rows", b"decode_rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_rows", b"_decode_rows", "admissions", b"admissions", "block_ids", b"block_ids", "block_rows", b"block_rows", "decode_rows", b"decode_rows", "prefill_num_tokens", b"prefill_num_tokens", "prefill_rows", b"prefill_rows", "released_rows", b"released_rows", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_num_tokens", b"_decode_num_tokens", "_decode_rows", b"_decode_rows", "admissions", b"admissions", "block_ids", b"block_ids", "block_rows", b"block_rows", "decode_num_tokens", b"decode_num_tokens", "decode_rows", b"decode_rows", "prefill_num_tokens", b"prefill_num_tokens", "prefill_rows", b"prefill_rows", "released_rows", b"released_rows", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__decode_num_tokens: _TypeAlias = _typing.Literal["decode_num_tokens"]  # noqa: Y015
+    _WhichOneofArgType__decode_num_tokens: _TypeAlias = _typing.Literal["_decode_num_tokens", b"_decode_num_tokens"]  # noqa: Y015
     _WhichOneofReturnType__decode_rows: _TypeAlias = _typing.Literal["decode_rows"]  # noqa: Y015
     _WhichOneofArgType__decode_rows: _TypeAlias = _typing.Literal["_decode_rows", b"_decode_rows"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_num_tokens) -> _WhichOneofReturnType__decode_num_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_rows) -> _WhichOneofReturnType__decode_rows | None: ...
 
 Global___StepPlan: _TypeAlias = StepPlan  # noqa: Y015
@@ -336,22 +489,28 @@ class StepResult(_message.Message):
 
     STEP_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     token_ids: _builtins.bytes
-    """One id for each decode row, then for each prefill segment that reached its request's last token; -1 = the row's
-    logits were not finite.
+    """The new ids of each decode row, then one for each prefill segment that reached its request's last token; -1 = the
+    row's logits were not finite.
     """
+    num_tokens: _builtins.bytes
+    """How many ids each decode row got; absent = 1 each."""
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         token_ids: _builtins.bytes = ...,
+        num_tokens: _builtins.bytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens", "num_tokens", b"num_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens", "num_tokens", b"num_tokens", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_tokens: _TypeAlias = _typing.Literal["num_tokens"]  # noqa: Y015
+    _WhichOneofArgType__num_tokens: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_tokens) -> _WhichOneofReturnType__num_tokens | None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
 
@@ -403,6 +562,10 @@ class Submission(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    SKIP_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.int
     """The frontend's own number for the stream, never used twice within an attach."""
     request_id: _builtins.str
@@ -413,6 +576,11 @@ class Submission(_message.Message):
     stop_token_ids: _builtins.bytes
     ignore_eos: _builtins.bool
     cache_salt: _builtins.str
+    num_samples: _builtins.int
+    """The i-th of the samples goes to stream stream_id + i; 0 counts as 1."""
+    priority: _builtins.int
+    timeout_seconds: _builtins.float
+    skip_prefix_cache: _builtins.bool
     def __init__(
         self,
         *,
@@ -425,14 +593,23 @@ class Submission(_message.Message):
         stop_token_ids: _builtins.bytes = ...,
         ignore_eos: _builtins.bool = ...,
         cache_salt: _builtins.str = ...,
+        num_samples: _builtins.int = ...,
+        priority: _builtins.int = ...,
+        timeout_seconds: _builtins.float | None = ...,
+        skip_prefix_cache: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "seed", b"seed", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "cache_salt", b"cache_salt", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "request_id", b"request_id", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "stream_id", b"stream_id", "temperature", b"temperature", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "cache_salt", b"cache_salt", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "num_samples", b"num_samples", "priority", b"priority", "request_id", b"request_id", "seed", b"seed", "skip_prefix_cache", b"skip_prefix_cache", "stop_token_ids", b"stop_token_ids", "stream_id", b"stream_id", "temperature", b"temperature", "timeout_seconds", b"timeout_seconds", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    _WhichOneofReturnType__timeout_seconds: _TypeAlias = _typing.Literal["timeout_seconds"]  # noqa: Y015
+    _WhichOneofArgType__timeout_seconds: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_seconds) -> _WhichOneofReturnType__timeout_seconds | None: ...
 
 Global___Submission: _TypeAlias = Submission  # noqa: Y015
 
@@ -448,7 +625,7 @@ class AttachFrontendResponse(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ENDINGS_FIELD_NUMBER: _builtins.int
     stream_ids: _builtins.bytes
-    """One entry per stream that got tokens: its id, how many, and all their ids end to end."""
+    """One entry per stream that got tokens: its id, how many (absent = 1 each), and all their ids end to end."""
     num_tokens: _builtins.bytes
     token_ids: _builtins.bytes
     @_builtins.property
@@ -464,15 +641,17 @@ class AttachFrontendResponse(_message.Message):
         *,
         serving: Global___ServingState | None = ...,
         stream_ids: _builtins.bytes = ...,
-        num_tokens: _builtins.bytes = ...,
+        num_tokens: _builtins.bytes | None = ...,
         token_ids: _builtins.bytes = ...,
         endings: _abc.Iterable[Global___Ending] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["serving", b"serving"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens", "num_tokens", b"num_tokens", "serving", b"serving"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endings", b"endings", "num_tokens", b"num_tokens", "serving", b"serving", "stream_ids", b"stream_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens", "endings", b"endings", "num_tokens", b"num_tokens", "serving", b"serving", "stream_ids", b"stream_ids", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_tokens: _TypeAlias = _typing.Literal["num_tokens"]  # noqa: Y015
+    _WhichOneofArgType__num_tokens: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_tokens) -> _WhichOneofReturnType__num_tokens | None: ...
 
 Global___AttachFrontendResponse: _TypeAlias = AttachFrontendResponse  # noqa: Y015
 
@@ -507,12 +686,15 @@ class Ending(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_SECONDS_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.int
     finish_reason: _builtins.str
     """The name of a finish reason; empty = the status and its message say why the stream failed."""
     status: _builtins.str
     message: _builtins.str
     num_cached_tokens: _builtins.int
+    retry_after_seconds: _builtins.float
+    """When a refused request may be sent again."""
     def __init__(
         self,
         *,
@@ -521,11 +703,255 @@ class Ending(_message.Message):
         status: _builtins.str = ...,
         message: _builtins.str = ...,
         num_cached_tokens: _builtins.int = ...,
+        retry_after_seconds: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_retry_after_seconds", b"_retry_after_seconds", "retry_after_seconds", b"retry_after_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_seconds", b"_retry_after_seconds", "finish_reason", b"finish_reason", "message", b"message", "num_cached_tokens", b"num_cached_tokens", "retry_after_seconds", b"retry_after_seconds", "status", b"status", "stream_id", b"stream_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__retry_after_seconds: _TypeAlias = _typing.Literal["retry_after_seconds"]  # noqa: Y015
+    _WhichOneofArgType__retry_after_seconds: _TypeAlias = _typing.Literal["_retry_after_seconds", b"_retry_after_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retry_after_seconds) -> _WhichOneofReturnType__retry_after_seconds | None: ...
+
+Global___Ending: _TypeAlias = Ending  # noqa: Y015
+
+@_typing.final
+class WatchKVEventsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "message", b"message", "num_cached_tokens", b"num_cached_tokens", "status", b"status", "stream_id", b"stream_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Ending: _TypeAlias = Ending  # noqa: Y015
+Global___WatchKVEventsRequest: _TypeAlias = WatchKVEventsRequest  # noqa: Y015
+
+@_typing.final
+class WatchKVEventsResponse(_message.Message):
+    """What happened to the prefix cache in one step, in order. Only blocks of full attention without salt or adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Drawn at random whenever a worker attaches: all that was known of another epoch is void."""
+    sequence: _builtins.int
+    """1, 2, 3, ... within the epoch; the first message that a watcher gets may have any number."""
+    block_size: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVEvent]: ...
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+        block_size: _builtins.int = ...,
+        events: _abc.Iterable[Global___KVEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "events", b"events", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchKVEventsResponse: _TypeAlias = WatchKVEventsResponse  # noqa: Y015
+
+@_typing.final
+class KVEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STORED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    CLEARED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def stored(self) -> Global___BlocksStored: ...
+    @_builtins.property
+    def removed(self) -> Global___BlocksRemoved: ...
+    @_builtins.property
+    def cleared(self) -> Global___AllBlocksCleared:
+        """Nothing is cached any more."""
+
+    def __init__(
+        self,
+        *,
+        stored: Global___BlocksStored | None = ...,
+        removed: Global___BlocksRemoved | None = ...,
+        cleared: Global___AllBlocksCleared | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["stored", "removed", "cleared"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___KVEvent: _TypeAlias = KVEvent  # noqa: Y015
+
+@_typing.final
+class BlocksStored(_message.Message):
+    """A chain of blocks. Ids are little-endian int64, drawn from the blocks' keys; token ids are int32."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    PARENT_BLOCK_HASH_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    block_hashes: _builtins.bytes
+    parent_block_hash: _builtins.int
+    """Absent = the first block starts a sequence."""
+    token_ids: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        block_hashes: _builtins.bytes = ...,
+        parent_block_hash: _builtins.int | None = ...,
+        token_ids: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_block_hash", b"_parent_block_hash", "parent_block_hash", b"parent_block_hash"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_block_hash", b"_parent_block_hash", "block_hashes", b"block_hashes", "parent_block_hash", b"parent_block_hash", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parent_block_hash: _TypeAlias = _typing.Literal["parent_block_hash"]  # noqa: Y015
+    _WhichOneofArgType__parent_block_hash: _TypeAlias = _typing.Literal["_parent_block_hash", b"_parent_block_hash"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_block_hash) -> _WhichOneofReturnType__parent_block_hash | None: ...
+
+Global___BlocksStored: _TypeAlias = BlocksStored  # noqa: Y015
+
+@_typing.final
+class BlocksRemoved(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    block_hashes: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        block_hashes: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlocksRemoved: _TypeAlias = BlocksRemoved  # noqa: Y015
+
+@_typing.final
+class AllBlocksCleared(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AllBlocksCleared: _TypeAlias = AllBlocksCleared  # noqa: Y015
+
+@_typing.final
+class ResetPrefixCacheRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetPrefixCacheRequest: _TypeAlias = ResetPrefixCacheRequest  # noqa: Y015
+
+@_typing.final
+class ResetPrefixCacheResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetPrefixCacheResponse: _TypeAlias = ResetPrefixCacheResponse  # noqa: Y015
+
+@_typing.final
+class GetStatisticsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStatisticsRequest: _TypeAlias = GetStatisticsRequest  # noqa: Y015
+
+@_typing.final
+class GetStatisticsResponse(_message.Message):
+    """How it stands now, and what was counted since the worker attached."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_CACHE_USAGE_FIELD_NUMBER: _builtins.int
+    NUM_COMMON_PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_ADMITTED_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    num_running: _builtins.int
+    num_waiting: _builtins.int
+    num_waiting_tokens: _builtins.int
+    """Known tokens of the waiting requests."""
+    kv_cache_usage: _builtins.float
+    """1 - free / usable blocks; what is only cached counts as free."""
+    num_admitted: _builtins.int
+    """Requests that got a row, each counted once, with the tokens of their prompts and how many of those were cached."""
+    num_prompt_tokens: _builtins.int
+    num_cached_tokens: _builtins.int
+    num_preemptions: _builtins.int
+    """How often a request lost its row to others."""
+    @_builtins.property
+    def num_common_prefix_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per KV cache group, leading blocks that all running requests share."""
+
+    def __init__(
+        self,
+        *,
+        num_running: _builtins.int = ...,
+        num_waiting: _builtins.int = ...,
+        num_waiting_tokens: _builtins.int = ...,
+        kv_cache_usage: _builtins.float = ...,
+        num_common_prefix_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        num_admitted: _builtins.int = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
+        num_preemptions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_cache_usage", b"kv_cache_usage", "num_admitted", b"num_admitted", "num_cached_tokens", b"num_cached_tokens", "num_common_prefix_blocks", b"num_common_prefix_blocks", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStatisticsResponse: _TypeAlias = GetStatisticsResponse  # noqa: Y015

@@ -46,6 +46,21 @@ class EngineStub:
                 request_serializer=blockplane_dot_v1_dot_engine__pb2.AttachFrontendRequest.SerializeToString,
                 response_deserializer=blockplane_dot_v1_dot_engine__pb2.AttachFrontendResponse.FromString,
                 _registered_method=True)
+        self.WatchKVEvents = channel.unary_stream(
+                '/blockplane.v1.Engine/WatchKVEvents',
+                request_serializer=blockplane_dot_v1_dot_engine__pb2.WatchKVEventsRequest.SerializeToString,
+                response_deserializer=blockplane_dot_v1_dot_engine__pb2.WatchKVEventsResponse.FromString,
+                _registered_method=True)
+        self.ResetPrefixCache = channel.unary_unary(
+                '/blockplane.v1.Engine/ResetPrefixCache',
+                request_serializer=blockplane_dot_v1_dot_engine__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=blockplane_dot_v1_dot_engine__pb2.ResetPrefixCacheResponse.FromString,
+                _registered_method=True)
+        self.GetStatistics = channel.unary_unary(
+                '/blockplane.v1.Engine/GetStatistics',
+                request_serializer=blockplane_dot_v1_dot_engine__pb2.GetStatisticsRequest.SerializeToString,
+                response_deserializer=blockplane_dot_v1_dot_engine__pb2.GetStatisticsResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServicer:
@@ -65,6 +80,26 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchKVEvents(self, request, context):
+        """What the prefix cache holds: first all of it, then every change, each once the step that made it is answered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResetPrefixCache(self, request, context):
+        """Lets no block be found that was cached before; running requests keep theirs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetStatistics(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +112,21 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.AttachFrontend,
                     request_deserializer=blockplane_dot_v1_dot_engine__pb2.AttachFrontendRequest.FromString,
                     response_serializer=blockplane_dot_v1_dot_engine__pb2.AttachFrontendResponse.SerializeToString,
+            ),
+            'WatchKVEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchKVEvents,
+                    request_deserializer=blockplane_dot_v1_dot_engine__pb2.WatchKVEventsRequest.FromString,
+                    response_serializer=blockplane_dot_v1_dot_engine__pb2.WatchKVEventsResponse.SerializeToString,
+            ),
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=blockplane_dot_v1_dot_engine__pb2.ResetPrefixCacheRequest.FromString,
+                    response_serializer=blockplane_dot_v1_dot_engine__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'GetStatistics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStatistics,
+                    request_deserializer=blockplane_dot_v1_dot_engine__pb2.GetStatisticsRequest.FromString,
+                    response_serializer=blockplane_dot_v1_dot_engine__pb2.GetStatisticsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -135,6 +185,87 @@ class Engine:
             '/blockplane.v1.Engine/AttachFrontend',
             blockplane_dot_v1_dot_engine__pb2.AttachFrontendRequest.SerializeToString,
             blockplane_dot_v1_dot_engine__pb2.AttachFrontendResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchKVEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/blockplane.v1.Engine/WatchKVEvents',
+            blockplane_dot_v1_dot_engine__pb2.WatchKVEventsRequest.SerializeToString,
+            blockplane_dot_v1_dot_engine__pb2.WatchKVEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/blockplane.v1.Engine/ResetPrefixCache',
+            blockplane_dot_v1_dot_engine__pb2.ResetPrefixCacheRequest.SerializeToString,
+            blockplane_dot_v1_dot_engine__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStatistics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/blockplane.v1.Engine/GetStatistics',
+            blockplane_dot_v1_dot_engine__pb2.GetStatisticsRequest.SerializeToString,
+            blockplane_dot_v1_dot_engine__pb2.GetStatisticsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,11 @@ class EngineStub:
     def __new__(cls, channel: _aio.Channel) -> EngineAsyncStub: ...
     AttachWorker: _grpc.StreamStreamMultiCallable[_engine_pb2.AttachWorkerRequest, _engine_pb2.AttachWorkerResponse]
     AttachFrontend: _grpc.StreamStreamMultiCallable[_engine_pb2.AttachFrontendRequest, _engine_pb2.AttachFrontendResponse]
+    WatchKVEvents: _grpc.UnaryStreamMultiCallable[_engine_pb2.WatchKVEventsRequest, _engine_pb2.WatchKVEventsResponse]
+    """What the prefix cache holds: first all of it, then every change, each once the step that made it is answered."""
+    ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ResetPrefixCacheRequest, _engine_pb2.ResetPrefixCacheResponse]
+    """Lets no block be found that was cached before; running requests keep theirs."""
+    GetStatistics: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetStatisticsRequest, _engine_pb2.GetStatisticsResponse]
 
 @_typing.type_check_only
 class EngineAsyncStub(EngineStub):
@@ -47,6 +52,11 @@ class EngineAsyncStub(EngineStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     AttachWorker: _aio.StreamStreamMultiCallable[_engine_pb2.AttachWorkerRequest, _engine_pb2.AttachWorkerResponse]  # type: ignore[assignment]
     AttachFrontend: _aio.StreamStreamMultiCallable[_engine_pb2.AttachFrontendRequest, _engine_pb2.AttachFrontendResponse]  # type: ignore[assignment]
+    WatchKVEvents: _aio.UnaryStreamMultiCallable[_engine_pb2.WatchKVEventsRequest, _engine_pb2.WatchKVEventsResponse]  # type: ignore[assignment]
+    """What the prefix cache holds: first all of it, then every change, each once the step that made it is answered."""
+    ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_engine_pb2.ResetPrefixCacheRequest, _engine_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
+    """Lets no block be found that was cached before; running requests keep theirs."""
+    GetStatistics: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetStatisticsRequest, _engine_pb2.GetStatisticsResponse]  # type: ignore[assignment]
 
 class EngineServicer(metaclass=_abc_1.ABCMeta):
     """What the engine offers to the other processes of the system. Workers and frontends dial it and keep one stream each.
@@ -66,5 +76,28 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_engine_pb2.AttachFrontendRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_engine_pb2.AttachFrontendResponse], _abc.AsyncIterator[_engine_pb2.AttachFrontendResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def WatchKVEvents(
+        self,
+        request: _engine_pb2.WatchKVEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_engine_pb2.WatchKVEventsResponse], _abc.AsyncIterator[_engine_pb2.WatchKVEventsResponse]]:
+        """What the prefix cache holds: first all of it, then every change, each once the step that made it is answered."""
+
+    @_abc_1.abstractmethod
+    def ResetPrefixCache(
+        self,
+        request: _engine_pb2.ResetPrefixCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_engine_pb2.ResetPrefixCacheResponse]]:
+        """Lets no block be found that was cached before; running requests keep theirs."""
+
+    @_abc_1.abstractmethod
+    def GetStatistics(
+        self,
+        request: _engine_pb2.GetStatisticsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.GetStatisticsResponse, _abc.Awaitable[_engine_pb2.GetStatisticsResponse]]: ...
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -27,7 +27,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """An end-of-text id or a stop id; the id is the last one sent."""
+    """An end-of-text id or a stop id, which is the last one sent; or a stop text, which is not sent."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens, or the model's context is full."""
     FINISH_REASON_CACHE_FULL: _FinishReason.ValueType  # 3
@@ -37,7 +37,7 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""An end-of-text id or a stop id; the id is the last one sent."""
+"""An end-of-text id or a stop id, which is the last one sent; or a stop text, which is not sent."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens, or the model's context is full."""
 FINISH_REASON_CACHE_FULL: FinishReason.ValueType  # 3
@@ -53,12 +53,18 @@ class GenerateRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    SKIP_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller and unique among live requests; empty = the server draws one."""
     text: _builtins.str
     """Tokenized by the server, which puts the model's BOS token before it where the model wants one."""
     cache_salt: _builtins.str
     """Only requests of the same salt share cached prefixes; empty = with all others that have none."""
+    priority: _builtins.int
+    """Less comes first; a request that waits gains on all that come later."""
+    skip_prefix_cache: _builtins.bool
+    """Neither use cached prefixes nor leave any."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Taken as they are."""
@@ -73,10 +79,12 @@ class GenerateRequest(_message.Message):
         token_ids: Global___TokenIds | None = ...,
         sampling_params: Global___SamplingParams | None = ...,
         cache_salt: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        skip_prefix_cache: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "prompt", b"prompt", "request_id", b"request_id", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling_params", b"sampling_params", "skip_prefix_cache", b"skip_prefix_cache", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -115,6 +123,7 @@ class SamplingParams(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Absent = as much as the context leaves room for."""
     temperature: _builtins.float
@@ -127,6 +136,10 @@ class SamplingParams(_message.Message):
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end the text, besides the model's end-of-text ids."""
 
+    @_builtins.property
+    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts that end the output; neither they nor what follows is sent."""
+
     def __init__(
         self,
         *,
@@ -135,10 +148,11 @@ class SamplingParams(_message.Message):
         seed: _builtins.int | None = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
+        stop: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "max_tokens", b"max_tokens", "seed", b"seed", "temperature", b"temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015

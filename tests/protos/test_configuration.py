@@ -58,8 +58,11 @@ def test_a_profile_sets_the_bucket_lists(profile: str) -> None:
 
 
 def test_development_has_one_bucket_each_and_production_several() -> None:
-    assert [len(buckets) for buckets in PROFILES["development"].values()] == [1, 1]
-    assert all(len(buckets) > 1 for buckets in PROFILES["production"].values())
+    assert [len(buckets) for buckets in PROFILES["development"].values()] == [1, 1, 1]
+    # Of segment sizes only one is supported (seed 001).
+    assert {name for name, buckets in PROFILES["production"].items() if len(buckets) == 1} == {
+        "kv_segment_size_buckets"
+    }
     assert PROFILES["development"].keys() == PROFILES["production"].keys()
 
 
@@ -128,7 +131,17 @@ def test_every_setting_has_a_flag_and_a_line_of_help() -> None:
         ("dtype", ""),
         ("profile", "fast"),
         ("log_level", "loud"),
-        ("num_seqs_buckets", ""),
+        ("kv_segment_size_buckets", "512,1024"),
+        ("kv_segment_size_buckets", "0"),
+        ("kv_segment_size_buckets", "-1"),
+        ("decode_context_length_buckets", "512,256"),
+        ("decode_context_length_buckets", "100"),
+        ("max_num_batched_tokens", "-1"),
+        ("max_num_seqs", "-1"),
+        ("max_waiting_tokens", "0"),
+        ("priority_seconds", "-1"),
+        ("max_queue_seconds", "-1"),
+        ("segmented_prefill", "maybe"),
         ("num_seqs_buckets", "1,2,x"),
         ("num_seqs_buckets", "1,2,2"),
         ("num_seqs_buckets", "0,1"),
@@ -194,10 +207,68 @@ def test_the_last_prefill_bucket_must_hold_a_block_and_the_sentence_has_both_num
 
 
 def test_the_least_values_are_taken() -> None:
-    least = {"block_size": 1, "max_model_len": 0, "num_blocks": 0, "max_waiting_requests": 1, "num_threads": 0}
+    least = {"block_size": 1, "max_model_len": 0, "num_blocks": 0, "num_threads": 0}
+    least |= {"max_waiting_requests": 1, "max_waiting_tokens": 1, "priority_seconds": 0, "max_queue_seconds": 0}
     config = load_config({name: str(value) for name, value in least.items()}, {})
     assert {name: getattr(config, name) for name in least} == least
     assert load_config({"num_blocks": "2"}, {}).num_blocks == 2
+
+
+# -- limits and buckets ------------------------------------------------------------------------------------------------
+
+
+def test_a_limit_alone_trims_the_profile_s_list_and_becomes_its_last_bucket() -> None:
+    for cap, buckets in (
+        ("317", (128, 256, 317)),
+        ("512", (128, 256, 512)),
+        ("100", (100,)),
+        ("2000", (128, 256, 512, 1024, 2000)),
+        ("0", (128, 256, 512, 1024)),
+    ):
+        assert load_config({"max_num_batched_tokens": cap}, {}).num_batched_tokens_buckets == buckets
+    config = load_config({"max_num_seqs": "3", "max_num_batched_tokens": "64"}, {})
+    assert (config.num_seqs_buckets, config.num_batched_tokens_buckets) == ((1, 2, 3), (64,))
+
+
+def test_a_limit_that_contradicts_a_given_list_is_refused_with_both_numbers() -> None:
+    lists = {"num_batched_tokens_buckets": "128,256,512", "num_seqs_buckets": "4,8"}
+    for cap in ("317", "513"):
+        with pytest.raises(
+            ConfigurationError,
+            match=rf"^max_num_batched_tokens is {cap} and .* num_batched_tokens_buckets is 512, .*\.$",
+        ):
+            load_config({**lists, "max_num_batched_tokens": cap}, {})
+    with pytest.raises(ConfigurationError, match=r"^max_num_seqs is 9 and .* num_seqs_buckets is 8, .*\.$"):
+        load_config({**lists, "max_num_seqs": "9"}, {})
+    config = load_config({**lists, "max_num_seqs": "8", "max_num_batched_tokens": "512"}, {})
+    assert (config.num_seqs_buckets, config.num_batched_tokens_buckets) == ((4, 8), (128, 256, 512))
+
+
+def test_segments_of_prior_kv_have_the_one_size_or_0_when_prefill_is_unsegmented() -> None:
+    assert load_config({}, {}).kv_segment_size == 1024
+    assert load_config({"profile": "development"}, {}).kv_segment_size == 512
+    assert load_config({"kv_segment_size_buckets": "2048"}, {}).kv_segment_size == 2048
+    assert load_config({"segmented_prefill": "off"}, {}).kv_segment_size == 0
+    with pytest.raises(ConfigurationError, match=r"^kv_segment_size_buckets is \[512, 1024\], 2 sizes, and 1 is .*\.$"):
+        load_config({"kv_segment_size_buckets": "512,1024"}, {})
+
+
+def test_decode_contexts_must_hold_whole_blocks_and_a_given_max_model_len() -> None:
+    assert load_config({}, {}).decode_context_length_buckets == ()
+    buckets = {"decode_context_length_buckets": "512,1024"}
+    assert load_config({**buckets, "max_model_len": "1024"}, {}).decode_context_length_buckets == (512, 1024)
+    with pytest.raises(ConfigurationError, match=r"^decode_context_length_buckets has 512, .* block_size, 96; .*\.$"):
+        load_config({**buckets, "block_size": "96"}, {})
+    with pytest.raises(
+        ConfigurationError, match=r"decode_context_length_buckets is 1024, less than max_model_len, 1025"
+    ):
+        load_config({**buckets, "max_model_len": "1025"}, {})
+
+
+def test_an_empty_list_is_one_not_given(file: Path) -> None:
+    file.write_text("num_seqs_buckets = []")
+    for config in (load_config({"num_seqs_buckets": ""}, {}), load_config({"config": str(file)}, {})):
+        assert config == load_config({}, {})
 
 
 # -- to another process ------------------------------------------------------------------------------------------------
@@ -219,6 +290,11 @@ configs = st.builds(
     block_size=st.integers(1, 512),
     num_batched_tokens_buckets=buckets(512),
     num_seqs_buckets=buckets(1),
+    kv_segment_size_buckets=st.tuples(st.integers(1, 1 << 20)),
+    segmented_prefill=st.sampled_from(["on", "off"]),
+    max_waiting_tokens=st.integers(1, 1 << 40),
+    priority_seconds=st.integers(0, 1 << 20),
+    max_queue_seconds=st.integers(0, 1 << 20),
     max_model_len=st.integers(0, 1 << 20),
     kv_cache_bytes=st.integers(0, 1 << 45),
     num_blocks=st.just(0) | st.integers(2, 1 << 20),
@@ -232,6 +308,12 @@ configs = st.builds(
 def test_flags_carry_a_configuration_to_another_process(config: Config) -> None:
     environ = {f"BLOCKPLANE_{name.upper()}": "no such value" for name in NAMES}
     assert load_config(parse(*as_flags(config)), environ) == config
+
+
+def test_flags_carry_limits_and_decode_contexts_to_another_process() -> None:
+    given = {"max_num_seqs": "3", "max_num_batched_tokens": "317", "decode_context_length_buckets": "512"}
+    config = load_config(given, {})
+    assert load_config(parse(*as_flags(config)), {"BLOCKPLANE_MAX_NUM_SEQS": "7"}) == config
 
 
 def test_flags_carry_values_that_look_like_flags() -> None:

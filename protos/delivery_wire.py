@@ -1,0 +1,153 @@
+"""The frontend's messages to protobuf and back; knows neither plans nor what clients see."""
+
+from typing import get_args
+
+import grpc
+import numpy as np
+
+from blockplane.protos.delivery import Delivery, Ending, FrontendBatch, ServingState, Submission
+from blockplane.protos.errors import BlockplaneError, CapacityError, ProtocolError, error_of_status
+from blockplane.protos.finish import FinishReason
+from blockplane.protos.sampling import MAX_SAMPLES, SamplingParams
+from blockplane.protos.wire import (
+    PROTOCOL_VERSION,
+    column_from_bytes,
+    column_to_bytes,
+    model_info_from_proto,
+    model_info_to_proto,
+)
+from blockplane.v1 import engine_pb2 as pb
+from blockplane.v1 import inference_pb2
+
+_FINISH_REASONS: dict[str, FinishReason] = {reason: reason for reason in get_args(FinishReason)}
+
+FINISH_REASON_TO_PROTO: dict[FinishReason, inference_pb2.FinishReason.ValueType] = {
+    reason: inference_pb2.FinishReason.Value(f"FINISH_REASON_{reason.upper()}") for reason in get_args(FinishReason)
+}
+FINISH_REASON_FROM_PROTO = {number: reason for reason, number in FINISH_REASON_TO_PROTO.items()}
+
+
+def frontend_batch_to_proto(batch: FrontendBatch) -> pb.AttachFrontendRequest:
+    return pb.AttachFrontendRequest(
+        protocol_version=PROTOCOL_VERSION,
+        submissions=[_submission_to_proto(submission) for submission in batch.submissions],
+        aborted_stream_ids=column_to_bytes(np.array(batch.aborted_stream_ids, np.int32)),
+        aborted_request_ids=batch.aborted_request_ids,
+    )
+
+
+def frontend_batch_from_proto(proto: pb.AttachFrontendRequest) -> FrontendBatch:
+    return FrontendBatch(
+        submissions=tuple(_submission_from_proto(submission) for submission in proto.submissions),
+        aborted_stream_ids=tuple(column_from_bytes(proto.aborted_stream_ids).tolist()),
+        aborted_request_ids=tuple(proto.aborted_request_ids),
+    )
+
+
+def _submission_to_proto(submission: Submission) -> pb.Submission:
+    params = submission.params
+    return pb.Submission(
+        stream_id=submission.stream_id,
+        request_id=submission.request_id,
+        token_ids=column_to_bytes(submission.prompt_token_ids),
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        seed=params.seed,
+        stop_token_ids=column_to_bytes(np.array(params.stop_token_ids, np.int32)),
+        ignore_eos=params.ignore_eos,
+        cache_salt=submission.cache_salt,
+        num_samples=submission.num_samples,
+        priority=submission.priority,
+        timeout_seconds=submission.timeout_seconds,
+        skip_prefix_cache=submission.skip_prefix_cache,
+    )
+
+
+def _submission_from_proto(proto: pb.Submission) -> Submission:
+    # Each is a stream that must be ended even if all are refused.
+    if proto.num_samples > MAX_SAMPLES:
+        raise ProtocolError(f"a submission asks for {proto.num_samples} samples; a frontend sends up to {MAX_SAMPLES}.")
+    return Submission(
+        stream_id=proto.stream_id,
+        request_id=proto.request_id,
+        prompt_token_ids=column_from_bytes(proto.token_ids),
+        params=SamplingParams(
+            max_tokens=proto.max_tokens,
+            temperature=proto.temperature,
+            seed=proto.seed if proto.HasField("seed") else None,
+            stop_token_ids=tuple(column_from_bytes(proto.stop_token_ids).tolist()),
+            ignore_eos=proto.ignore_eos,
+        ),
+        num_samples=proto.num_samples or 1,
+        priority=proto.priority,
+        timeout_seconds=proto.timeout_seconds if proto.HasField("timeout_seconds") else None,
+        cache_salt=proto.cache_salt,
+        skip_prefix_cache=proto.skip_prefix_cache,
+    )
+
+
+def delivery_to_proto(delivery: Delivery) -> pb.AttachFrontendResponse:
+    proto = pb.AttachFrontendResponse(
+        stream_ids=column_to_bytes(delivery.stream_ids), token_ids=column_to_bytes(delivery.token_ids)
+    )
+    # Most deliveries have nothing else.
+    if delivery.num_tokens is not None:
+        proto.num_tokens = column_to_bytes(delivery.num_tokens)
+    if delivery.endings:
+        proto.endings.extend(map(_ending_to_proto, delivery.endings))
+    if delivery.serving is not None:
+        proto.serving.CopyFrom(serving_to_proto(delivery.serving))
+    return proto
+
+
+def delivery_from_proto(proto: pb.AttachFrontendResponse) -> Delivery:
+    """Raises ProtocolError if the columns do not belong together."""
+    delivery = Delivery(
+        stream_ids=column_from_bytes(proto.stream_ids),
+        num_tokens=column_from_bytes(proto.num_tokens) if proto.HasField("num_tokens") else None,
+        token_ids=column_from_bytes(proto.token_ids),
+        endings=tuple(_ending_from_proto(ending) for ending in proto.endings),
+        serving=serving_from_proto(proto.serving) if proto.HasField("serving") else None,
+    )
+    num_streams, num_tokens = len(delivery.stream_ids), delivery.num_tokens
+    if len(delivery.token_ids) != (num_streams if num_tokens is None else num_tokens.sum()) or (
+        num_tokens is not None and len(num_tokens) != num_streams
+    ):
+        raise ProtocolError("a delivery's columns do not belong together; run the same version everywhere.")
+    return delivery
+
+
+def serving_to_proto(serving: ServingState) -> pb.ServingState:
+    return pb.ServingState(model=None if serving.model is None else model_info_to_proto(serving.model))
+
+
+def serving_from_proto(proto: pb.ServingState) -> ServingState:
+    return ServingState(model_info_from_proto(proto.model) if proto.HasField("model") else None)
+
+
+def _ending_to_proto(ending: Ending) -> pb.Ending:
+    proto, outcome = pb.Ending(stream_id=ending.stream_id, num_cached_tokens=ending.num_cached_tokens), ending.outcome
+    if isinstance(outcome, BlockplaneError):
+        proto.status, proto.message = outcome.status.name, str(outcome)
+        if isinstance(outcome, CapacityError) and outcome.retry_after_seconds is not None:
+            proto.retry_after_seconds = outcome.retry_after_seconds
+    else:
+        proto.finish_reason = outcome
+    return proto
+
+
+def _ending_from_proto(proto: pb.Ending) -> Ending:
+    return Ending(proto.stream_id, _outcome_from_proto(proto), proto.num_cached_tokens)
+
+
+def _outcome_from_proto(proto: pb.Ending) -> FinishReason | BlockplaneError:
+    if not proto.finish_reason:
+        if proto.status not in grpc.StatusCode.__members__:
+            raise ProtocolError(f"unknown status {proto.status!r}; run the same version everywhere.")
+        error = error_of_status(grpc.StatusCode[proto.status], proto.message)
+        if isinstance(error, CapacityError) and proto.HasField("retry_after_seconds"):
+            error.retry_after_seconds = proto.retry_after_seconds
+        return error
+    if proto.finish_reason not in _FINISH_REASONS:
+        raise ProtocolError(f"unknown finish reason {proto.finish_reason!r}; run the same version everywhere.")
+    return _FINISH_REASONS[proto.finish_reason]

@@ -1,0 +1,49 @@
+"""Values of the hot messages' fields for property tests, and what a message is on the other side; knows no message."""
+
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from google.protobuf.message import Message
+from hypothesis import strategies as st
+
+from blockplane.protos.model import GenerationDefaults, ModelInfo
+
+uint32 = st.sampled_from([0, 2**32 - 1]) | st.integers(0, 2**32 - 1)
+int32 = st.integers(-(2**31), 2**31 - 1)
+seeds = st.sampled_from([0, 1, 2**63 - 1, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1)
+temperatures = st.floats(0, 100, width=32)
+columns = st.lists(int32, max_size=20).map(lambda numbers: np.array(numbers, np.int32))
+id_tuples = st.lists(st.integers(0, 2**31 - 1), max_size=5).map(tuple)
+models = st.builds(
+    ModelInfo,
+    name=st.text(),
+    vocab_size=uint32,
+    max_model_len=uint32,
+    eos_token_ids=st.lists(uint32, max_size=4).map(tuple),
+    bos_token_id=st.none() | uint32,
+    tokenizer_json_zlib=st.binary(),
+    defaults=st.builds(GenerationDefaults, temperature=temperatures),
+)
+
+CUT = b"\1\0\0\0\2\0\0"
+"""A column whose second number lacks a byte."""
+
+
+def comparable(value: Any) -> Any:
+    """`value` with columns and dataclasses as plain tuples, their types included, so that == tells every difference."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tolist()
+    if is_dataclass(value):
+        return type(value), {field.name: comparable(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple):
+        return tuple(map(comparable, value))
+    return type(value), value
+
+
+M = TypeVar("M", bound=Message)
+
+
+def sent(message: M) -> M:
+    """`message` as the other side reads it."""
+    return type(message).FromString(message.SerializeToString())
