@@ -6,6 +6,10 @@ from typing import Protocol
 from torch import Tensor
 
 from blockplane.kernels import cpu as kernels
+from blockplane.protos.buckets import BucketRules
+
+BUCKET_RULES = BucketRules()
+"""The CPU kernels lift every constraint: segments of any length, any prior KV; contexts are data, not shapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +29,16 @@ class AttentionSpec:
 
 
 class AttentionBatch(Protocol):
-    """The step's side of attention: which slots new KV goes to and which blocks are read."""
+    """The step's side of attention in one KV cache group: which slots new KV goes to and which blocks are read."""
 
     @property
     def slot_mapping(self) -> Tensor: ...
 
     def attend(self, spec: AttentionSpec, query: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor: ...
+
+
+AttentionBatches = tuple[AttentionBatch, ...]
+"""One per KV cache group; they differ in slots and blocks only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +100,17 @@ class Attention:
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
         self.caches: tuple[Tensor, Tensor] | None = None
+        self.group = 0
 
-    def bind_kv_cache(self, k_cache: Tensor, v_cache: Tensor) -> None:
-        """Take the caches, [total_blocks, block_size, num_kv_heads, head_dim] each, that KV planning allotted."""
+    def bind_kv_cache(self, k_cache: Tensor, v_cache: Tensor, group: int = 0) -> None:
+        """Take the caches, [total_blocks, block_size, num_kv_heads, head_dim] each, that KV planning allotted.
+
+        `group` is the KV cache group whose block table finds this layer's blocks in them.
+        """
         self.caches = k_cache, v_cache
+        self.group = group
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, batch: AttentionBatch) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, batches: AttentionBatches) -> Tensor:
         """Write the new KV, then attend.
 
         Args:
@@ -107,5 +120,6 @@ class Attention:
             [num_tokens, num_heads, head_dim]
         """
         assert self.caches is not None, "bind_kv_cache comes before the first forward"
+        batch = batches[self.group]
         kernels.write_kv(key, value, *self.caches, batch.slot_mapping)
         return batch.attend(self.spec, query, *self.caches)

@@ -1,12 +1,13 @@
 """A step's tensors, padded to its buckets: pure index arithmetic from rows to what a model is fed. Decides nothing."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from blockplane.data_plane.attention import AttentionBatch, DecodeBatch, PrefillBatch
+from blockplane.data_plane.attention import AttentionBatches, DecodeBatch, PrefillBatch
 from blockplane.data_plane.rows import Rows
 from blockplane.kernels.slots import PAD_SLOT_ID, slots_of
 from blockplane.protos.buckets import choose_bucket
@@ -24,7 +25,7 @@ class StepInputs:
         sampled_rows: int32 [num_sampled], those of `rows` that reach their last known token, in order.
         input_ids, positions: int64 [num_padded_tokens]; padding holds 0.
         logits_indices: int64 [num_sampled], where in the tokens the last one of each sampled row stands.
-        batch: the attention's side.
+        batches: the attention's side, per KV cache group.
     """
 
     rows: Int32Array
@@ -33,7 +34,7 @@ class StepInputs:
     input_ids: Tensor
     positions: Tensor
     logits_indices: Tensor
-    batch: AttentionBatch
+    batches: AttentionBatches
 
 
 def decode_inputs(rows: Rows, decode_rows: Int32Array) -> StepInputs:
@@ -49,10 +50,11 @@ def decode_inputs(rows: Rows, decode_rows: Int32Array) -> StepInputs:
         input_ids=_padded(rows.token_ids[decode_rows, positions], num_seqs),
         positions=_padded(positions, num_seqs),
         logits_indices=torch.arange(num_rows),
-        batch=DecodeBatch(
-            slot_mapping=_slot_mapping(rows, decode_rows, positions, num_seqs),
-            block_table=_block_table(rows, decode_rows, num_seqs, int(positions.max()) + 1),
-            seq_lens=seq_lens,
+        batches=tuple(
+            DecodeBatch(slot_mapping, block_table, seq_lens)
+            for slot_mapping, block_table in _slots_and_tables(
+                rows, decode_rows, num_seqs, decode_rows, positions, num_seqs
+            )
         ),
     )
 
@@ -78,11 +80,11 @@ def prefill_inputs(rows: Rows, prefill_rows: Int32Array, num_tokens: Int32Array)
         input_ids=_padded(rows.token_ids[token_rows, positions], num_padded),
         positions=_padded(positions, num_padded),
         logits_indices=torch.from_numpy(query_start_loc[1:][reaches_end].astype(np.int64) - 1),
-        batch=PrefillBatch(
-            slot_mapping=_slot_mapping(rows, token_rows, positions, num_padded),
-            block_table=_block_table(rows, prefill_rows, len(prefill_rows), int(seq_lens.max())),
-            query_start_loc=torch.from_numpy(query_start_loc),
-            prior_tokens=torch.from_numpy(prior_tokens),
+        batches=tuple(
+            PrefillBatch(slot_mapping, block_table, torch.from_numpy(query_start_loc), torch.from_numpy(prior_tokens))
+            for slot_mapping, block_table in _slots_and_tables(
+                rows, prefill_rows, len(prefill_rows), token_rows, positions, num_padded
+            )
         ),
     )
 
@@ -101,13 +103,23 @@ def _padded(values: np.ndarray, length: int, dtype: type = np.int64, pad: int = 
     return torch.from_numpy(padded)
 
 
-def _slot_mapping(rows: Rows, token_rows: Int32Array, positions: np.ndarray, length: int) -> Tensor:
-    """int64 [length]: each token's slot, then -1, which is never written."""
-    slots = slots_of(rows.block_table.block_ids, token_rows, positions, rows.configure.block_size)
-    return _padded(slots, length, pad=PAD_SLOT_ID)
+def _slots_and_tables(
+    rows: Rows,
+    table_rows: Int32Array,
+    num_rows_padded: int,
+    token_rows: Int32Array,
+    positions: np.ndarray,
+    num_tokens_padded: int,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Per KV cache group, where the KV of `table_rows` lies and where that of the tokens goes.
 
-
-def _block_table(rows: Rows, table_rows: Int32Array, num_rows_padded: int, longest: int) -> Tensor:
-    """int32 [num_rows_padded, width], as wide as the longest context, `longest` tokens, needs."""
-    width = -(-longest // rows.configure.block_size)
-    return torch.from_numpy(rows.block_table.gather(table_rows, num_rows_padded, width))
+    Yields:
+        slot_mapping: int64 [num_tokens_padded]: each token's slot, then -1, which is never written.
+        block_table: int32 [num_rows_padded, width], as wide as the longest context needs.
+    """
+    block_size = rows.configure.block_size
+    width = int(positions.max()) // block_size + 1
+    tables = torch.from_numpy(rows.block_table.gather(table_rows, num_rows_padded, width))
+    for block_ids, block_table in zip(rows.block_table.block_ids, tables, strict=True):
+        slots = slots_of(block_ids, token_rows, positions, block_size)
+        yield _padded(slots, num_tokens_padded, pad=PAD_SLOT_ID), block_table

@@ -5,27 +5,34 @@ import torch
 from torch import Tensor
 
 from blockplane.data_plane.inputs import StepInputs, decode_inputs, prefill_inputs
+from blockplane.data_plane.kv_cache import bind_kv_caches
 from blockplane.data_plane.models.interface import Model
 from blockplane.data_plane.rows import Rows
 from blockplane.data_plane.sampler import sample
 from blockplane.protos.errors import ProtocolError
-from blockplane.protos.plan import Configure, Int32Array, StepPlan, StepResult, no_rows
+from blockplane.protos.plan import NO_ROWS, Configure, Int32Array, StepPlan, StepResult
 
 
 class Runner:
     """One worker's rows, KV cache and model, from one attach to the next."""
 
     def __init__(self, model: Model, configure: Configure) -> None:
+        """Build what the engine decided.
+
+        Raises:
+            ProtocolError: it asks for what this model or this worker does not have.
+        """
+        if configure.num_draft_tokens:
+            raise ProtocolError(
+                f"the engine counts on {configure.num_draft_tokens} draft tokens, but this worker proposes no drafts; "
+                "set num_draft_tokens to 0."
+            )
+        bind_kv_caches(model, configure)
         self._model = model
         self._rows = Rows(configure)
         self.num_blocks = configure.num_blocks
         self.num_batched_tokens_buckets = configure.num_batched_tokens_buckets
         self.num_seqs_buckets = configure.num_seqs_buckets
-        for attention in model.attentions:
-            spec = attention.spec
-            shape = (configure.num_blocks, configure.block_size, spec.num_kv_heads, spec.head_dim)
-            dtype = getattr(torch, model.dtype)
-            attention.bind_kv_cache(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult:
@@ -52,13 +59,13 @@ class Runner:
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         """Hidden states [num_sampled, hidden_size] of the tokens that are sampled; the rest is left behind here."""
-        hidden = self._model.forward(inputs.input_ids, inputs.positions, inputs.batch)
+        hidden = self._model.forward(inputs.input_ids, inputs.positions, inputs.batches)
         return hidden[inputs.logits_indices]
 
     def _sample(self, hidden: Tensor, sampled_rows: Int32Array) -> Int32Array:
         """Draw a token from each hidden state [num_sampled, hidden_size], all at once: int32 [num_sampled]."""
         if not sampled_rows.size:
-            return no_rows()
+            return NO_ROWS
         rows = self._rows
         logits = self._model.logits(hidden)
         return sample(logits, rows.temperature[sampled_rows], rows.seed[sampled_rows], rows.num_tokens[sampled_rows])

@@ -8,12 +8,14 @@ from queue import SimpleQueue
 
 import grpc
 
+from blockplane.data_plane.attention import BUCKET_RULES
+from blockplane.data_plane.kv_cache import layer_kv_specs
 from blockplane.data_plane.models.interface import Model
 from blockplane.data_plane.runner import Runner
 from blockplane.protos import wire
 from blockplane.protos.channel import PEER_OPTIONS, RECONNECT_SECONDS
 from blockplane.protos.errors import ProtocolError, error_of_status
-from blockplane.protos.model import LayerKVSpec, ModelInfo
+from blockplane.protos.model import ModelInfo
 from blockplane.v1 import engine_pb2 as pb
 from blockplane.v1.engine_pb2_grpc import EngineStub
 
@@ -67,7 +69,7 @@ class Worker:
             stream.cancel()
 
     def _answers(self, messages: Iterator[pb.AttachWorkerResponse]) -> Iterator[pb.AttachWorkerRequest]:
-        """Answer the engine's messages in order: ready to its configuration, a result to each plan."""
+        """Answer in order: ready to the configuration, a result to each plan, however many plans are there already."""
         first = next(messages, None)
         if first is None:
             return
@@ -82,19 +84,9 @@ class Worker:
         return pb.WorkerHello(
             protocol_version=wire.PROTOCOL_VERSION,
             model=wire.model_info_to_proto(self.info),
-            layers=[
-                wire.layer_to_proto(
-                    LayerKVSpec(
-                        name=f"layers.{index}.self_attn",
-                        num_kv_heads=attention.spec.num_kv_heads,
-                        head_dim=attention.spec.head_dim,
-                        dtype=self.model.dtype,
-                        sliding_window=attention.spec.sliding_window,
-                    )
-                )
-                for index, attention in enumerate(self.model.attentions)
-            ],
+            layers=[wire.layer_to_proto(spec) for spec in layer_kv_specs(self.model)],
             available_memory=self.available_memory,
+            bucket_rules=wire.bucket_rules_to_proto(BUCKET_RULES),
         )
 
 

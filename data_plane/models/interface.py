@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from blockplane.data_plane.attention import Attention, AttentionBatch
+from blockplane.data_plane.attention import Attention, AttentionBatches
 
 
 class Model(Protocol):
@@ -15,8 +15,8 @@ class Model(Protocol):
     attentions: tuple[Attention, ...]
     """One per layer, in layer order; the runner binds their KV caches."""
 
-    def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
-        """int64 [num_tokens] twice -> hidden states [num_tokens, hidden_size]; writes the batch's KV."""
+    def forward(self, input_ids: Tensor, positions: Tensor, batches: AttentionBatches) -> Tensor:
+        """int64 [num_tokens] twice -> hidden states [num_tokens, hidden_size]; writes these tokens' KV."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

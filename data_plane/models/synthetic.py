@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch import Tensor
 
-from blockplane.data_plane.attention import Attention, AttentionBatch, AttentionSpec
+from blockplane.data_plane.attention import Attention, AttentionBatches, AttentionSpec
 from blockplane.data_plane.models import synthetic_arithmetic as arithmetic
 from blockplane.data_plane.models.synthetic_arithmetic import (
     NUM_CHANNELS,
@@ -75,11 +75,11 @@ class SyntheticModel:
         self._alphabet = torch.tensor(arithmetic.ALPHABET, device=device)
         self._step_seconds = step_seconds
 
-    def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, batches: AttentionBatches) -> Tensor:
         time.sleep(self._step_seconds)
         state: Tensor = arithmetic.first_state(input_ids, positions)
         for layer, attention in zip(self._layers, self.attentions, strict=True):
-            state = layer.next_state(state, positions, attention, batch)
+            state = layer.next_state(state, positions, attention, batches)
         return torch.stack([state, input_ids], dim=1)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -112,14 +112,14 @@ class _Layer:
         self._num_plus = torch.nn.functional.pad((code > 0).cumsum(0), (0, 0, 0, 0, 1, 0))
         """[MAX_MODEL_LEN + 1, NUM_KV_HEADS, NUM_CODE_CHANNELS]: positions before this one with a plus sign."""
 
-    def next_state(self, state: Tensor, positions: Tensor, attention: Attention, batch: AttentionBatch) -> Tensor:
+    def next_state(self, state: Tensor, positions: Tensor, attention: Attention, batches: AttentionBatches) -> Tensor:
         """int64 [num_tokens] states and positions -> the states after this layer; writes the KV of these tokens."""
         token_state = state[:, None, None]
         key = self._keys[positions]
         value = arithmetic.value(token_state, self._layer, self._heads, positions[:, None, None], self._channels)
         channels = arithmetic.drawn_channel(token_state, self._layer, self._heads, torch.arange(2, device=state.device))
         output = attention(
-            self._query(state, positions, key, channels).flatten(1, 2), key, value.to(self._dtype), batch
+            self._query(state, positions, key, channels).flatten(1, 2), key, value.to(self._dtype), batches
         ).view(-1, NUM_KV_HEADS, NUM_SUMS, NUM_CHANNELS)
         sums = (output.float() * self._counts(positions, key, channels)[..., None]).round().long()
         after: Tensor = arithmetic.next_state(state, sums, self._factors)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockplane.data_plane.attention import Attention, AttentionBatch, AttentionSpec
+from blockplane.data_plane.attention import Attention, AttentionBatches, AttentionSpec
 from blockplane.data_plane.models.config import LayerConfig, ModelConfig, RopeConfig
 from blockplane.data_plane.models.linear import fastest_linear
 from blockplane.data_plane.models.rope import rotary_table, rotate
@@ -36,14 +36,14 @@ class Transformer:
         self.attentions: tuple[Attention, ...] = tuple(layer.attention for layer in self._layers)
 
     @torch.inference_mode()
-    def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
-        """int64 [num_tokens] twice -> hidden states [num_tokens, hidden_size]; writes the batch's KV."""
+    def forward(self, input_ids: Tensor, positions: Tensor, batches: AttentionBatches) -> Tensor:
+        """int64 [num_tokens] twice -> hidden states [num_tokens, hidden_size]; writes these tokens' KV."""
         hidden = self._embeddings.embed(input_ids)
         if self._embedding_scale is not None:
             hidden = hidden * self._embedding_scale
         rotations = {rope: table[positions].unbind(1) for rope, table in self._rotary_tables.items()}
         for layer in self._layers:
-            hidden = layer(hidden, rotations[layer.rope], batch)
+            hidden = layer(hidden, rotations[layer.rope], batches)
         return self._norm(hidden)
 
     @torch.inference_mode()
@@ -86,9 +86,9 @@ class DecoderLayer:
         self._mlp_output_norm = norm(weights.mlp_output_norm)
         self._qk_norm = norm(_per_head(weights, config))
 
-    def __call__(self, hidden: Tensor, rotation: tuple[Tensor, ...], batch: AttentionBatch) -> Tensor:
+    def __call__(self, hidden: Tensor, rotation: tuple[Tensor, ...], batches: AttentionBatches) -> Tensor:
         """[num_tokens, hidden_size] -> the same shape. `rotation`: cosines and sines of this layer's rope."""
-        attended = self._attend(self._attention_norm(hidden), rotation, batch)
+        attended = self._attend(self._attention_norm(hidden), rotation, batches)
         if self._attention_output_norm is not None:
             attended = self._attention_output_norm(attended)
         hidden = hidden + attended
@@ -97,14 +97,14 @@ class DecoderLayer:
             activated = self._mlp_output_norm(activated)
         return hidden + activated
 
-    def _attend(self, normed: Tensor, rotation: tuple[Tensor, ...], batch: AttentionBatch) -> Tensor:
+    def _attend(self, normed: Tensor, rotation: tuple[Tensor, ...], batches: AttentionBatches) -> Tensor:
         heads = self._qkv(normed).view(-1, *self._head_shape)
         query_key, value = heads[:, : self._num_rotated], heads[:, self._num_rotated :]
         if self._qk_norm is not None:
             query_key = self._qk_norm(query_key)
         rotated = rotate(query_key, *rotation).to(value.dtype)
         query, key = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
-        attended = self.attention(query, key, value, batch).flatten(1)
+        attended = self.attention(query, key, value, batches).flatten(1)
         return self._output(attended)
 
     def _mlp(self, normed: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class BlockKVDriver:
             query_start_loc=torch.tensor([0, count], dtype=torch.int32),
             prior_tokens=torch.tensor([prior], dtype=torch.int32),
         )
-        hidden = self.model.forward(torch.cat((torch.tensor(token_ids), padding)), positions, batch)
+        hidden = self.model.forward(torch.cat((torch.tensor(token_ids), padding)), positions, (batch,))
         self.num_computed_tokens += count
         return self.model.logits(hidden[:count])
 
@@ -57,7 +57,7 @@ class BlockKVDriver:
             block_table=torch.cat((self.block_table, torch.full_like(self.block_table, SKIP_BLOCK_ID))),
             seq_lens=torch.tensor([self.num_computed_tokens + 1, 0], dtype=torch.int32),
         )
-        hidden = self.model.forward(torch.tensor([token_id, 0]), positions, batch)
+        hidden = self.model.forward(torch.tensor([token_id, 0]), positions, (batch,))
         self.num_computed_tokens += 1
         return self.model.logits(hidden[:1])
 

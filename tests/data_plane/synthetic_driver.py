@@ -90,7 +90,7 @@ class SyntheticDriver:
         self.bind()
         token_ids = [self.texts[row][position] for row, position in zip(rows, positions, strict=True)]
         pad = [0] * padding
-        hidden = self.model.forward(torch.tensor(token_ids + pad), torch.tensor(positions + pad), batch)[: len(rows)]
+        hidden = self.model.forward(torch.tensor(token_ids + pad), torch.tensor(positions + pad), (batch,))[: len(rows)]
         for row, state in zip(rows, hidden[:, 0].tolist(), strict=True):
             self.states[row].append(state)
         return hidden

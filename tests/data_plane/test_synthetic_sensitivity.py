@@ -41,7 +41,8 @@ class Step:
     def run(self, batch: AttentionBatch | None = None, position: int = CONTEXT) -> tuple[int, int]:
         """(state, next token)."""
         self.driver.bind()
-        hidden = MODEL.forward(torch.tensor([self.text[CONTEXT]]), torch.tensor([position]), batch or self.batch)
+        batches = (batch or self.batch,)
+        hidden = MODEL.forward(torch.tensor([self.text[CONTEXT]]), torch.tensor([position]), batches)
         return int(hidden[0, 0]), int(MODEL.logits(hidden).argmax())
 
     def key(self, layer: int, position: int) -> Tensor:

@@ -208,3 +208,72 @@ def test_blocks_before_the_window_need_not_be_there(kernels):
         **cache.settings(),
     )
     assert_close(output[0], cache.dense(0, 8))
+
+
+WINDOWED = st.builds(
+    Shape,
+    block_size=st.sampled_from([1, 2, 4, 16]),
+    num_kv_heads=st.integers(1, 2),
+    group=st.integers(1, 2),
+    sliding_window=st.sampled_from([1, 3, 8, 17]),
+    soft_cap=st.none(),
+)
+
+
+def poison_what_left_the_window(cache: Cache, row: int, start: int, skipped: bool) -> None:
+    """Fill the blocks that no query from position `start` on sees with NaN, as another row's; their entries stay."""
+    assert cache.shape.sliding_window is not None
+    num_left = max(0, start - cache.shape.sliding_window + 1) // cache.shape.block_size
+    for kv in (cache.k_cache, cache.v_cache):
+        kv[cache.block_table[row, :num_left]] = float("nan")
+    if skipped:
+        cache.block_table[row, :num_left] = SKIP_BLOCK_ID
+
+
+@each_twin
+@settings(max_examples=50, deadline=None)
+@given(
+    shape=WINDOWED,
+    seq_lens=st.lists(st.integers(3, 60), min_size=1, max_size=3),
+    num_new_tokens=st.integers(1, 3),
+    skipped=st.booleans(),
+)
+def test_decode_reads_nothing_through_entries_left_of_the_window(kernels, shape, seq_lens, num_new_tokens, skipped):
+    cache = Cache(kernels, shape, seq_lens, seed=3)
+    for row, seq_len in enumerate(seq_lens):
+        poison_what_left_the_window(cache, row, seq_len - num_new_tokens, skipped)
+    output = kernels.decode_attention(
+        torch.stack([queries[-num_new_tokens:] for queries in cache.queries]),
+        cache.k_cache,
+        cache.v_cache,
+        cache.block_table,
+        torch.tensor(seq_lens, dtype=torch.int32),
+        **cache.settings(),
+    )
+    for row, seq_len in enumerate(seq_lens):
+        assert_close(output[row], cache.dense(row, seq_len - num_new_tokens))
+
+
+@each_twin
+@settings(max_examples=50, deadline=None)
+@given(
+    shape=WINDOWED,
+    segments=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 24)), min_size=1, max_size=3),
+    skipped=st.booleans(),
+)
+def test_prefill_reads_nothing_through_entries_left_of_the_window(kernels, shape, segments, skipped):
+    cache = Cache(kernels, shape, [prior + count for prior, count in segments], seed=4)
+    for row, (prior, _) in enumerate(segments):
+        poison_what_left_the_window(cache, row, prior, skipped)
+    counts = [count for _, count in segments]
+    output = kernels.segmented_attention(
+        torch.cat([queries[prior:] for queries, (prior, _) in zip(cache.queries, segments, strict=True)]),
+        cache.k_cache,
+        cache.v_cache,
+        cache.block_table,
+        torch.tensor([0, *counts]).cumsum(0).to(torch.int32),
+        torch.tensor([prior for prior, _ in segments], dtype=torch.int32),
+        **cache.settings(),
+    )
+    for row, (part, (prior, _)) in enumerate(zip(output.split(counts), segments, strict=True)):
+        assert_close(part, cache.dense(row, prior))

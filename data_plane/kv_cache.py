@@ -1,0 +1,123 @@
+"""A model's KV caches: what each layer needs, and the tensors and groups that the engine laid out. Knows no plans.
+
+A layer's name is given here and nowhere else.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+
+from blockplane.data_plane.models.interface import Model
+from blockplane.protos.errors import ProtocolError
+from blockplane.protos.kv_cache import KVCacheGroup, KVCacheTensor
+from blockplane.protos.model import LayerKVSpec
+from blockplane.protos.plan import Configure
+
+
+def layer_kv_specs(model: Model) -> tuple[LayerKVSpec, ...]:
+    """What each layer needs, in layer order."""
+    return tuple(
+        LayerKVSpec(
+            name=f"layers.{index}.self_attn",
+            num_kv_heads=attention.spec.num_kv_heads,
+            head_dim=attention.spec.head_dim,
+            dtype=model.dtype,
+            sliding_window=attention.spec.sliding_window,
+        )
+        for index, attention in enumerate(model.attentions)
+    )
+
+
+def bind_kv_caches(model: Model, configure: Configure) -> None:
+    """Allocate each KV cache tensor once and bind it, with its group, to every layer that shares it.
+
+    Raises:
+        ProtocolError: the layout contradicts the model's layers, or asks for attention that this worker does not have.
+    """
+    specs = {spec.name: spec for spec in layer_kv_specs(model)}
+    attentions = dict(zip(specs, model.attentions, strict=True))
+    group_of = _group_of_layers(configure.kv_cache_groups, specs)
+    tensors = configure.kv_cache_tensors or tuple(
+        KVCacheTensor(_num_bytes(spec, configure), (name,)) for name, spec in specs.items()
+    )
+    _require_each_layer_once("tensors", (name for tensor in tensors for name in tensor.shared_by), specs)
+    spec_of = [_spec_of_tensor(tensor, specs, group_of, configure) for tensor in tensors]
+    for tensor, spec in zip(tensors, spec_of, strict=True):
+        shape = (configure.num_blocks, configure.block_size, spec.num_kv_heads, spec.head_dim)
+        k_cache, v_cache = (torch.zeros(shape, dtype=getattr(torch, spec.dtype)) for _ in range(2))
+        for name in tensor.shared_by:
+            attentions[name].bind_kv_cache(k_cache, v_cache, group_of[name])
+
+
+def _group_of_layers(groups: tuple[KVCacheGroup, ...], specs: dict[str, LayerKVSpec]) -> dict[str, int]:
+    """Each layer's index into the groups."""
+    members = [(index, name) for index, group in enumerate(groups) for name in group.layer_names or specs]
+    _require_each_layer_once("groups", (name for _, name in members), specs)
+    for index, name in members:
+        _check_member(groups[index], index, specs[name])
+    return {name: index for index, name in members}
+
+
+def _check_member(group: KVCacheGroup, index: int, spec: LayerKVSpec) -> None:
+    """The group keeps all that the layer sees, in the layer's shape."""
+    if group.attention_chunk_size is not None:
+        raise ProtocolError(
+            f"KV cache group {index} has an attention_chunk_size of {group.attention_chunk_size}, but this worker has "
+            "no chunked attention; serve a model without it."
+        )
+    if group.sliding_window not in (None, spec.sliding_window):
+        raise ProtocolError(
+            f"KV cache group {index} keeps a window of {group.sliding_window} tokens, but its layer {spec.name} sees "
+            f"{spec.sliding_window or 'all'}; run the same version of Blockplane on both."
+        )
+    told, own = ((kv.num_kv_heads, kv.head_dim, kv.dtype) for kv in (group, spec))
+    if group.dtype and told != own:
+        raise ProtocolError(
+            f"KV cache group {index} has (num_kv_heads, head_dim, dtype) {told}, but its layer {spec.name} has {own}; "
+            "run the same version of Blockplane on both."
+        )
+
+
+def _spec_of_tensor(
+    tensor: KVCacheTensor, specs: dict[str, LayerKVSpec], group_of: dict[str, int], configure: Configure
+) -> LayerKVSpec:
+    """One of the layers that share the tensor: in what shapes the memory, they are alike."""
+    names = ", ".join(tensor.shared_by) or "no layer"
+    shapes = {(specs[name].num_kv_heads, specs[name].head_dim) for name in tensor.shared_by}
+    if len(shapes) != 1:
+        raise ProtocolError(
+            f"a KV cache tensor is shared by {names}, whose (num_kv_heads, head_dim) are {sorted(shapes)}; the engine "
+            "must share a tensor among layers of one shape only."
+        )
+    owners = [group_of[name] for name in tensor.shared_by if specs[name].shares_kv_with is None]
+    if len(set(owners)) < len(owners):
+        raise ProtocolError(
+            f"a KV cache tensor is shared by {names}, of which some are of one group and would overwrite each other's "
+            "KV; the engine must share a tensor among layers of different groups only."
+        )
+    spec = specs[tensor.shared_by[0]]
+    num_bytes = _num_bytes(spec, configure)
+    if tensor.size != num_bytes:
+        raise ProtocolError(
+            f"the KV cache tensor of {names} is said to take {tensor.size} bytes, but {configure.num_blocks} blocks of "
+            f"{spec.name} take {num_bytes}; run the same version of Blockplane on both."
+        )
+    return spec
+
+
+def _num_bytes(spec: LayerKVSpec, configure: Configure) -> int:
+    """Bytes of all blocks' keys and values (seed 002, "KV cache workflow")."""
+    num_elements = configure.num_blocks * configure.block_size * spec.num_kv_heads * spec.head_dim
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return 2 * num_elements * dtype.itemsize
+
+
+def _require_each_layer_once(what: str, names: Iterable[str], specs: dict[str, LayerKVSpec]) -> None:
+    named, own = Counter(names), Counter(specs.keys())
+    wrong = (named - own) + (own - named)
+    if wrong:
+        raise ProtocolError(
+            f"the engine's KV cache {what} must name each of the model's {len(specs)} layers once, but omit, repeat or "
+            f"invent {', '.join(sorted(wrong))}; run the same version of Blockplane on both."
+        )
