@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from driving import answer, run, scheduler_of
 
-from blockplane.control_plane.engine.kv_planning import bytes_per_block, plan_kv_cache
+from blockplane.control_plane.engine.kv_planning import RankKV, plan_kv_cache
 from blockplane.control_plane.engine.request import Request
 from blockplane.control_plane.engine.scheduler import Scheduler
 from blockplane.data_plane.attention import DecodeBatch, PrefillBatch
@@ -21,25 +22,24 @@ from blockplane.data_plane.rows import Rows
 from blockplane.data_plane.runner import Runner
 from blockplane.kernels import reference
 from blockplane.kernels.slots import PAD_SLOT_ID, slots_of
-from blockplane.protos.buckets import choose_bucket
+from blockplane.protos.buckets import (
+    SEED_RULES,
+    BucketRules,
+    choose_bucket,
+    num_kv_segments,
+    num_partial_segment_tokens,
+)
 from blockplane.protos.config import load_config
+from blockplane.protos.errors import ConfigurationError
+from blockplane.protos.kv_cache import KVCacheGroup, KVCacheTensor
 from blockplane.protos.model import LayerKVSpec
-from blockplane.protos.plan import Admission, Configure, StepPlan, StepResult
+from blockplane.protos.plan import Admission, Configure, StepPlan
 from blockplane.protos.sampling import SamplingParams
 
 CASES = {case["name"]: case for case in json.loads((Path(__file__).parent / "seed_vectors.json").read_text())["cases"]}
 
 NOT_BUILT_YET = {
-    "multi-token decode": {"spec_decode_4x4", "mask_cache_rule", "mask_cache_example", "mask_active_shape"}
-    | {"decode_threshold"},
-    "kv_segment_size": {
-        "kv_segments_iterated",
-        "partial_segment",
-        "kv_segment_size_allowed",
-        "kv_segment_not_divisible",
-    }
-    | {"buckets_must_match", "prefix_plus_segments"},
-    "KV groups and tensor parallel ranks": {"kv_cache_spec_tp2", "min_memory_over_ranks"},
+    "multi-token decode": {"spec_decode_4x4", "mask_cache_rule", "mask_cache_example", "mask_active_shape"},
     "rows of a dense backend and smaller kernel blocks": {"move_and_swap", "map_to_kernel_blocks"}
     | {"kernel_split_same_slot", "kernel_block_must_divide"},
     "context parallel": {"cp_interleave", "cp_absent"},
@@ -111,7 +111,7 @@ def cache_shape(given: dict[str, Any], expect: dict[str, Any]) -> None:
     shape = [runner.num_blocks, configure.block_size, spec.num_kv_heads, spec.head_dim]
     assert [list(cache.shape) for cache in model.attentions[0].caches] == [shape, shape]
     assert shape[:2] == expect["shape"][:2]
-    assert Scheduler(configure, (), 1).blocks.pool.num_usable == expect["usable_blocks"]
+    assert scheduler_of(configure).blocks.pool.num_usable == expect["usable_blocks"]
 
 
 @vector
@@ -147,7 +147,7 @@ def decode_batch_positions(given: dict[str, Any], expect: dict[str, Any]) -> Non
     tables = [[10 * row + 1, 10 * row + 2] for row in given["req_indices"]]
     rows = make_rows(tables, [position + 1 for position in positions], positions)
     inputs = decode_inputs(rows, np.array(given["req_indices"], np.int32))
-    written = inputs.batch.slot_mapping[inputs.batch.slot_mapping >= 0]
+    written = inputs.batches[0].slot_mapping[inputs.batches[0].slot_mapping >= 0]
     assert inputs.positions[: len(positions)].tolist() == positions
     assert len(set(written.tolist())) == expect["num_slots"]
 
@@ -166,7 +166,7 @@ def prefill_100_padded_128(given: dict[str, Any], expect: dict[str, Any]) -> Non
     assert len(blocks) == expect["blocks_needed"]
     rows = make_rows([blocks], [num_tokens], [0], block_size=given["block_size"])
     inputs = prefill_inputs(rows, np.array([0], np.int32), np.array([num_tokens], np.int32))
-    mapping = inputs.batch.slot_mapping
+    mapping = inputs.batches[0].slot_mapping
     assert inputs.input_ids.shape == inputs.positions.shape == mapping.shape == (bucket,)
     assert mapping[[0, 1, 63, 64, 99]].tolist() == expect["slots_0_1_63_64_99"]
     assert mapping[num_tokens:].tolist() == [expect["pad_value"]] * expect["pad_slots"]
@@ -175,8 +175,8 @@ def prefill_100_padded_128(given: dict[str, Any], expect: dict[str, Any]) -> Non
 
 @vector
 def padding_allocates_nothing(given: dict[str, Any], expect: dict[str, Any]) -> None:
-    scheduler = Scheduler(Configure(given["block_size"], 100, 512, (given["bucket"],), (8,)), (), 10)
-    scheduler.add(make_request(given["num_tokens"]))
+    scheduler = scheduler_of(Configure(given["block_size"], 100, 512, (given["bucket"],), (8,)))
+    scheduler.add([make_request(given["num_tokens"])])
     plan = scheduler.schedule()
     assert plan is not None
     assert len(plan.block_ids) == expect["blocks_needed"]
@@ -216,9 +216,8 @@ def num_seqs_beyond_last_bucket(given: dict[str, Any], expect: dict[str, Any]) -
     """The last bucket is max_num_seqs, so at most 8 of 9 are scheduled; no other limit can be set."""
     buckets = tuple(given["num_seqs_buckets"])
     assert choose_bucket(given["active"], buckets) is None
-    scheduler = Scheduler(Configure(16, 100, 512, (512,), buckets), (), 10)
-    for _ in range(given["active"]):
-        scheduler.add(make_request(3))
+    scheduler = scheduler_of(Configure(16, 100, 512, (512,), buckets))
+    scheduler.add([make_request(3) for _ in range(given["active"])])
     plan = scheduler.schedule()
     assert plan is not None
     assert len(plan.admissions) == 8
@@ -229,7 +228,7 @@ def num_seqs_beyond_last_bucket(given: dict[str, Any], expect: dict[str, Any]) -
 def decode_pad_2_of_8(given: dict[str, Any], expect: dict[str, Any]) -> None:
     rows = make_rows([[10], [8]], [21, 31], [20, 30], num_seqs_buckets=tuple(given["num_seqs_buckets"]))
     inputs = decode_inputs(rows, np.array([0, 1], np.int32))
-    batch = inputs.batch
+    batch = inputs.batches[0]
     assert isinstance(batch, DecodeBatch)
     assert list(inputs.input_ids.shape) == expect["input_ids_shape"]
     assert set(inputs.input_ids[2:].tolist()) == {expect["input_ids_pad"]}
@@ -263,7 +262,7 @@ def padding_rows_table(given: dict[str, Any], expect: dict[str, Any]) -> None:
 
 
 def make_request(num_prompt_tokens: int, **params: Any) -> Request:
-    token_ids = list(range(1, num_prompt_tokens + 1))
+    token_ids = np.arange(1, num_prompt_tokens + 1, dtype=np.int32)
     return Request("r", token_ids, num_prompt_tokens, SamplingParams(params.pop("max_tokens", 4), **params), seed=0)
 
 
@@ -272,15 +271,14 @@ def run_prefill(scheduler: Scheduler) -> list[StepPlan]:
     plans = []
     while (plan := scheduler.schedule()) is not None and plan.prefill_rows.size:
         plans.append(plan)
-        is_last = scheduler.running[0].num_remaining_tokens == plan.prefill_num_tokens[0]
-        scheduler.update(StepResult(plan.step, np.full(int(is_last), 7, np.int32)))
+        scheduler.update(answer(scheduler, plan))
     return plans
 
 
 @vector
 def segmentation_10000(given: dict[str, Any], expect: dict[str, Any]) -> None:
-    scheduler = Scheduler(Configure(128, 200, 16384, (given["max_num_batched_tokens"],), (8,)), (), 10)
-    scheduler.add(make_request(given["num_prompt_tokens"]))
+    scheduler = scheduler_of(Configure(128, 200, 16384, (given["max_num_batched_tokens"],), (8,)))
+    scheduler.add([make_request(given["num_prompt_tokens"])])
     segments = [int(plan.prefill_num_tokens[0]) for plan in run_prefill(scheduler)]
     assert np.cumsum(segments).tolist() == expect["num_computed_after_each_step"]
     assert segments[-1] == expect["last_step_tokens"]
@@ -290,13 +288,12 @@ def segmentation_10000(given: dict[str, Any], expect: dict[str, Any]) -> None:
 @vector
 def prior_tokens_block_aligned(given: dict[str, Any], expect: dict[str, Any]) -> None:
     block_size = given["block_size"]
-    scheduler = Scheduler(Configure(block_size, 200, 8192, (given["budget"],), (8,)), (), 10)
-    for _ in range(given["decode_rows"]):
-        scheduler.add(make_request(5, max_tokens=50))
+    scheduler = scheduler_of(Configure(block_size, 200, 8192, (given["budget"],), (8,)))
+    scheduler.add([make_request(5, max_tokens=50) for _ in range(given["decode_rows"])])
     plan = scheduler.schedule()
     assert plan is not None
-    scheduler.update(StepResult(1, np.full(given["decode_rows"], 7, np.int32)))
-    scheduler.add(make_request(5000))
+    scheduler.update(answer(scheduler, plan))
+    scheduler.add([make_request(5000)])
     plan = scheduler.schedule()
     assert plan is not None
     assert plan.decode_rows is not None
@@ -308,9 +305,7 @@ def prior_tokens_block_aligned(given: dict[str, Any], expect: dict[str, Any]) ->
 
 def cache_prefix(scheduler: Scheduler, num_tokens: int) -> None:
     """Leave the blocks of a request behind whose prompt begins as `make_request`'s do."""
-    scheduler.add(make_request(num_tokens, max_tokens=1))
-    run_prefill(scheduler)
-    assert not scheduler.running
+    run(scheduler, make_request(num_tokens, max_tokens=1))
 
 
 @vector
@@ -319,9 +314,9 @@ def incremental_allocation(given: dict[str, Any], expect: dict[str, Any]) -> Non
     # One token more than the prompt, which leaves room for what it is asked for.
     configure = Configure(block_size, 200, given["max_model_len"] + 1, (given["max_num_batched_tokens"],), (8,))
     assert Configure(block_size, 200, given["max_model_len"], (128,), (8,)).max_blocks_per_row == expect["row_width"]
-    scheduler, rows = Scheduler(configure, (), 10), Rows(configure)
+    scheduler, rows = scheduler_of(configure), Rows(configure)
     cache_prefix(scheduler, given["prefix_cached"])
-    scheduler.add(make_request(prompt))
+    scheduler.add([make_request(prompt)])
     num_blocks, new_per_step, computed = [], [], []
     for step in range(1, 4):
         plan = scheduler.schedule()
@@ -334,8 +329,8 @@ def incremental_allocation(given: dict[str, Any], expect: dict[str, Any]) -> Non
         computed.append(int(rows.num_computed_tokens[row]))
         if step == 1:
             width = expect["row_width"]
-            assert rows.block_table.block_ids[row, :width].tolist() == [*range(1, 49)] + [0] * (width - 48)
-        scheduler.update(StepResult(plan.step, np.full(int(computed[-1] == prompt), 7, np.int32)))
+            assert rows.block_table.block_ids[0, row, :width].tolist() == [*range(1, 49)] + [0] * (width - 48)
+        scheduler.update(answer(scheduler, plan))
     assert computed == expect["tokens_needing_slots"]
     assert num_blocks == expect["blocks_after_step"]
     assert new_per_step == expect["new_per_step"]
@@ -343,9 +338,9 @@ def incremental_allocation(given: dict[str, Any], expect: dict[str, Any]) -> Non
 
 @vector
 def prefix_10_of_15(given: dict[str, Any], expect: dict[str, Any]) -> None:
-    scheduler = Scheduler(Configure(given["block_size"], 100, 64, (64,), (8,)), (), 10)
+    scheduler = scheduler_of(Configure(given["block_size"], 100, 64, (64,), (8,)))
     cache_prefix(scheduler, given["shared"])
-    scheduler.add(make_request(given["prompt_2_tokens"]))
+    scheduler.add([make_request(given["prompt_2_tokens"])])
     plan = scheduler.schedule()
     assert plan is not None
     assert plan.admissions[0].num_computed_tokens == expect["reused"]
@@ -369,10 +364,10 @@ def pad_active_only(given: dict[str, Any], expect: dict[str, Any]) -> None:
         num_batched_tokens_buckets=(given["bucket"],),
     )
     inputs = prefill_inputs(rows, np.array([0], np.int32), np.array([given["active"]], np.int32))
-    assert isinstance(inputs.batch, PrefillBatch)
+    assert isinstance(inputs.batches[0], PrefillBatch)
     assert len(inputs.input_ids) == expect["tensor_tokens"]
-    assert int((inputs.batch.slot_mapping == PAD_SLOT_ID).sum()) == expect["padding"]
-    assert inputs.batch.prior_tokens.tolist() == [given["cached"]]
+    assert int((inputs.batches[0].slot_mapping == PAD_SLOT_ID).sum()) == expect["padding"]
+    assert inputs.batches[0].prior_tokens.tolist() == [given["cached"]]
 
 
 @vector
@@ -404,14 +399,107 @@ def check_advance(num_scheduled: int, bucket: int) -> int:
     return int(rows.num_computed_tokens[0])
 
 
+@vector
+def kv_segments_iterated(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    iterated = [num_kv_segments(prior, given["kv_segment_size"]) for prior in given["cached_seq_len"]]
+    assert iterated == expect["segments"]
+
+
+@vector
+def partial_segment(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    prior_tokens, size, block_size = given["cached_seq_len"], given["kv_segment_size"], given["block_size"]
+    valid = num_partial_segment_tokens(prior_tokens, size)
+    assert valid == expect["partial_valid_tokens"]
+    assert num_kv_segments(prior_tokens, size) == expect["segments_iterated"]
+    assert num_kv_segments(prior_tokens - valid, size) == expect["full_segments"]
+    assert size - valid == expect["masked_in_last"]
+    assert (prior_tokens // block_size, valid // block_size) == (expect["blocks"], expect["partial_valid_blocks"])
+
+
+def plan_buckets(rules: BucketRules, **settings: str) -> Configure:
+    """What a worker of such a backend is told; raises ConfigurationError where the settings are none for it."""
+    rank = RankKV((LayerKVSpec("0", 1, 8, "bfloat16"),), 1 << 30)
+    (configure,) = plan_kv_cache(load_config(settings, {}), [rank], rules, 16384)
+    return configure
+
+
+@vector
+def kv_segment_size_allowed(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    def plan_with(size: int, **settings: str) -> Configure:
+        same = {"num_batched_tokens_buckets": str(max(size, 128)), "kv_segment_size_buckets": str(size)}
+        return plan_buckets(SEED_RULES, **same, **settings)
+
+    for size in given["bucket_values"]:
+        assert plan_with(size).kv_segment_size == size
+    for size in expect["reject_in_bucket_list"]:
+        with pytest.raises(ConfigurationError, match=rf"^kv_segment_size_buckets is \[{size}\]"):
+            plan_with(size)
+    assert expect["zero_as_setting"].startswith("segmented prefill off")
+    assert plan_with(1000, segmented_prefill="off").kv_segment_size == 0
+
+
+@vector
+def kv_segment_not_divisible(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    size, block_size = given["kv_segment_size"], given["block_size"]
+    assert expect["error"] == "typed, names both"
+    settings = {"num_batched_tokens_buckets": str(size), "kv_segment_size_buckets": str(size)}
+    with pytest.raises(
+        ConfigurationError, match=rf"^kv_segment_size_buckets is \[{size}\], .* block_size, {block_size};"
+    ):
+        plan_buckets(SEED_RULES, **settings, block_size=str(block_size))
+
+
+@vector
+def buckets_must_match(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    assert "a backend states whether it keeps it or lifts it" in expect["note"]
+    for case in given["cases"]:
+        names = ("num_batched_tokens_buckets", "kv_segment_size_buckets")
+        settings = {name: ",".join(map(str, case[name])) for name in names}
+        assert plan_buckets(BucketRules(), **settings).kv_segment_size == case["kv_segment_size_buckets"][0]
+        if case["valid"]:
+            assert plan_buckets(SEED_RULES, **settings).kv_segment_size == case["kv_segment_size_buckets"][0]
+            continue
+        with pytest.raises(
+            ConfigurationError,
+            match=r"^num_batched_tokens_buckets is \[1024, 2048\] and kv_segment_size_buckets is \[2048\]",
+        ):
+            plan_buckets(SEED_RULES, **settings)
+
+
+@vector
+def prefix_plus_segments(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    size = given["kv_segment_size"]
+    buckets = (given["max_num_batched_tokens"],)
+    scheduler = scheduler_of(Configure(given["block_size"], 200, 16384, buckets, (8,), kv_segment_size=size))
+    cache_prefix(scheduler, given["prefix_cached"])
+    scheduler.add([make_request(given["num_prompt_tokens"])])
+    plans = run_prefill(scheduler)
+    active = [int(plan.prefill_num_tokens[0]) for plan in plans]
+    computed = plans[0].admissions[0].num_computed_tokens + np.cumsum(active)
+    assert computed.tolist() == expect["num_computed_after"]
+    assert sum(active) == given["to_compute"]
+    cached = (computed - active).tolist()
+    steps = [
+        {"active": tokens, "cached": prior, "segments": num_kv_segments(prior, size)}
+        for tokens, prior in zip(active, cached, strict=True)
+    ]
+    assert steps == expect["steps"]
+
+
+@vector
+def decode_threshold(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    configure = Configure(16, 100, 512, (128,), (8,), num_draft_tokens=given["max_num_draft_tokens"])
+    assert configure.decode_token_threshold == expect["decode_token_threshold"]
+
+
 # -- seed 002: planning and the first plan -----------------------------------------------------------------------------
 
 
 @vector
 def new_request_data(given: dict[str, Any], expect: dict[str, Any]) -> None:
     prompt = given["prompt_token_ids"]
-    scheduler = Scheduler(Configure(16, 16384, 4096, (2048,), (8,)), (128001,), 10)
-    scheduler.add(Request("0", list(prompt), len(prompt), SamplingParams(2), seed=0))
+    scheduler = scheduler_of(Configure(16, 16384, 4096, (2048,), (8,)), vocab_size=128256, eos_token_ids=(128001,))
+    scheduler.add([Request("0", np.array(prompt, np.int32), len(prompt), SamplingParams(2), seed=0)])
     plan = scheduler.schedule()
     assert plan is not None
     (admission,) = plan.admissions
@@ -420,17 +508,59 @@ def new_request_data(given: dict[str, Any], expect: dict[str, Any]) -> None:
     assert admission.num_computed_tokens == expect["num_computed_tokens"]
     assert plan.prefill_num_tokens.tolist() == [expect["num_scheduled_tokens"]]
     assert plan.prefill_num_tokens.sum() == expect["total_num_scheduled_tokens"]
-    assert expect["num_common_prefix_blocks"] == [len(plan.block_ids)], "a lone request shares all with itself"
+    common = scheduler.blocks.num_common_prefix_blocks(plan.prefill_rows)
+    assert common == expect["num_common_prefix_blocks"], "a lone request has all in common with itself"
 
 
-def test_the_bytes_of_a_block_are_those_of_the_seed_s_example() -> None:
-    """16384 blocks of one layer with 4 heads on each of 2 ranks take 536870912 bytes (seed 002)."""
-    given, expect = CASES["kv_cache_spec_tp2"]["given"], CASES["kv_cache_spec_tp2"]["expect"]
-    layer = LayerKVSpec("layers.0.self_attn", expect["num_kv_heads_per_rank"], given["head_size"], given["dtype"])
-    size = bytes_per_block([layer], given["block_size"]) * given["num_blocks"]
-    assert size == expect["bytes_per_tensor"]
-    configure = plan_kv_cache(load_config({"max_model_len": "4096"}, {}), [layer], size, 4096)
-    assert configure.num_blocks == given["num_blocks"]
+@vector
+def kv_cache_spec_tp2(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    """Every field of what both ranks are told."""
+    layers = tuple(
+        LayerKVSpec(name, given["num_kv_heads_model"] // given["tp"], given["head_size"], given["dtype"])
+        for name in given["layers"]
+    )
+    assert {layer.num_kv_heads for layer in layers} == {expect["num_kv_heads_per_rank"]}
+    rank = RankKV(layers, expect["tensors"] * expect["bytes_per_tensor"])
+    settings = {"block_size": str(given["block_size"]), "profile": "development"}
+    configures = plan_kv_cache(load_config(settings, {}), [rank] * given["tp"], SEED_RULES, 4096)
+    expected = Configure(
+        block_size=16,
+        num_blocks=16384,
+        max_model_len=4096,
+        num_batched_tokens_buckets=(512,),
+        num_seqs_buckets=(8,),
+        kv_cache_groups=(
+            KVCacheGroup(
+                layer_names=("layers.0.self_attn", "layers.1.self_attn"),
+                num_kv_heads=4,
+                head_dim=128,
+                dtype="bfloat16",
+                sliding_window=None,
+                attention_chunk_size=None,
+            ),
+        ),
+        kv_cache_tensors=(
+            KVCacheTensor(size=536870912, shared_by=("layers.0.self_attn",)),
+            KVCacheTensor(size=536870912, shared_by=("layers.1.self_attn",)),
+        ),
+        kv_segment_size=512,
+        decode_context_length_buckets=(512, 1024, 2048, 4096),
+        prefill_multiple_of=1,
+        num_draft_tokens=0,
+    )
+    assert configures == (expected, expected)
+    assert (len(expected.kv_cache_groups), len(expected.kv_cache_tensors)) == (expect["groups"], expect["tensors"])
+
+
+@vector
+def min_memory_over_ranks(given: dict[str, Any], expect: dict[str, Any]) -> None:
+    """The memory is in blocks here: K and V of 16 tokens of one head of 8 bfloat16 numbers."""
+    memory = given["available_memory"]
+    assert expect["num_blocks"] == "from the least"
+    for order in (memory, memory[::-1]):
+        ranks = [RankKV((LayerKVSpec("0", 1, 8, "bfloat16"),), num_blocks * 512) for num_blocks in order]
+        configures = plan_kv_cache(load_config({}, {}), ranks, BucketRules(), 64)
+        assert [configure.num_blocks for configure in configures] == [min(memory)] * len(memory)
 
 
 # -- seed 004: the block table -----------------------------------------------------------------------------------------
@@ -440,39 +570,39 @@ def test_the_bytes_of_a_block_are_those_of_the_seed_s_example() -> None:
 def table_shape_dtype(given: dict[str, Any], expect: dict[str, Any]) -> None:
     rows = make_rows([[10]], [3], [0])
     assert rows.block_table.block_ids.dtype == np.int32
-    assert rows.block_table.block_ids.shape == (8, 8)
+    assert rows.block_table.block_ids.shape == (1, 8, 8)
     inputs = prefill_inputs(rows, np.array([0], np.int32), np.array([3], np.int32))
-    assert isinstance(inputs.batch, PrefillBatch)
-    assert inputs.batch.query_start_loc.dtype == torch.int32
-    assert inputs.batch.query_start_loc.shape == (2,)
+    assert isinstance(inputs.batches[0], PrefillBatch)
+    assert inputs.batches[0].query_start_loc.dtype == torch.int32
+    assert inputs.batches[0].query_start_loc.shape == (2,)
     assert f"torch.{expect['positions']}" == str(inputs.positions.dtype)
-    assert inputs.batch.slot_mapping.dtype == torch.int64
+    assert inputs.batches[0].slot_mapping.dtype == torch.int64
 
 
 @vector
 def append_empty(given: dict[str, Any], expect: dict[str, Any]) -> None:
-    table = BlockTable(1, 4)
-    table.append_row(0, np.array([5], np.int32))
-    table.append_row(0, np.array(given["append_row"], np.int32))
+    table = BlockTable(1, 1, 4)
+    table.append_row(0, np.array([[5]], np.int32))
+    table.append_row(0, np.array([given["append_row"]], np.int32))
     assert table.num_blocks.tolist() == [1]
     assert expect["num_blocks_per_row"] == "unchanged"
 
 
 @vector
 def add_row_shorter_leaves_no_stale_ids(given: dict[str, Any], expect: dict[str, Any]) -> None:
-    table = BlockTable(1, 3)
-    table.add_row(0, np.array(given["row_before"], np.int32))
-    table.add_row(0, np.array(given["add_row"], np.int32))
-    assert table.block_ids[0].tolist() == expect["row"]
+    table = BlockTable(1, 1, 3)
+    table.add_row(0, np.array([given["row_before"]], np.int32))
+    table.add_row(0, np.array([given["add_row"]], np.int32))
+    assert table.block_ids[0, 0].tolist() == expect["row"]
     assert table.num_blocks[0] == expect["num_blocks"]
 
 
 @vector
 def clear_row(given: dict[str, Any], expect: dict[str, Any]) -> None:
-    table = BlockTable(1, 3)
-    table.add_row(0, np.array(given["row"], np.int32))
+    table = BlockTable(1, 1, 3)
+    table.add_row(0, np.array([given["row"]], np.int32))
     table.clear_row(0)
-    assert table.block_ids[0].tolist() == expect["row"]
+    assert table.block_ids[0, 0].tolist() == expect["row"]
     assert table.num_blocks[0] == expect["num_blocks"]
 
 
@@ -482,16 +612,16 @@ def pad_tail_from_stale_buffer(given: dict[str, Any], expect: dict[str, Any]) ->
     num_tokens, length = given["num_tokens"], given["max_num_tokens"]
     rows = make_rows([[1]], [num_tokens], [0], num_batched_tokens_buckets=(length,))
     inputs = prefill_inputs(rows, np.array([0], np.int32), np.array([num_tokens], np.int32))
-    assert inputs.batch.slot_mapping[num_tokens:].tolist() == expect["slot_mapping_5_8"]
+    assert inputs.batches[0].slot_mapping[num_tokens:].tolist() == expect["slot_mapping_5_8"]
 
 
 @vector
 def padding_rows_null(given: dict[str, Any], expect: dict[str, Any]) -> None:
-    table = BlockTable(given["num_reqs"], 3)
-    table.add_row(0, np.array([4, 5], np.int32))
-    table.add_row(1, np.array([6], np.int32))
+    table = BlockTable(1, given["num_reqs"], 3)
+    table.add_row(0, np.array([[4, 5]], np.int32))
+    table.add_row(1, np.array([[6]], np.int32))
     gathered = table.gather(np.array([0, 1]), given["num_reqs_padded"], 3)
-    assert gathered.tolist() == [[4, 5, -1], [6, -1, -1], [-1, -1, -1], [-1, -1, -1]]
+    assert gathered.tolist() == [[[4, 5, -1], [6, -1, -1], [-1, -1, -1], [-1, -1, -1]]]
     assert expect["rows_2_3"].endswith("-1 at the attention boundary")
 
 

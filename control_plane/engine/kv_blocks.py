@@ -1,105 +1,290 @@
-"""The KV blocks that requests hold: taken as they grow, shared by prefix, given back. Knows neither rows nor plans."""
+"""Which KV blocks each row holds in every KV cache group: taken as rows grow, shared by prefix, given back.
 
-from collections.abc import Sequence
+Knows neither plans nor queues. A row's logical blocks grow in all groups at once; in a group that sees only so far
+back, a row gives up the blocks that no query of its will see again, and the null block stands in their place.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import chain, groupby
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from blockplane.control_plane.engine.block_pool import BlockPool
-from blockplane.control_plane.engine.prefix_cache import BlockContent, PrefixCache
+from blockplane.control_plane.engine.kv_needs import longest_fit, num_blocks_needed
+from blockplane.control_plane.engine.prefix_cache import CacheWatcher, PrefixCache
 from blockplane.control_plane.engine.request import Request
+from blockplane.protos.kv_cache import KVCacheGroup, first_visible
+from blockplane.protos.plan import NO_ROWS, Configure, Int32Array, IntArray
+
+
+class Kind(NamedTuple):
+    """Neighbouring groups that see alike: they hold and give up the same logical blocks, and are cached as one."""
+
+    groups: slice
+    sliding_window: int | None
+    attention_chunk_size: int | None
+
+    @property
+    def sees_all(self) -> bool:
+        return self.sliding_window is None and self.attention_chunk_size is None
+
+
+class Prefix(NamedTuple):
+    """Cached blocks that begin a request: int32 [num_blocks, num_groups], null where a group needs none."""
+
+    block_ids: Int32Array
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.block_ids)
+
+    @property
+    def held(self) -> Int32Array:
+        return self.block_ids[self.block_ids > 0]
+
+
+Found: TypeAlias = list[tuple[int, ...]] | dict[int, tuple[int, ...]]
+"""A kind's cached blocks by logical block: all from the first one on, or some."""
 
 
 class KVBlocks:
-    """The blocks of one worker group; the only writer of requests' `block_ids` and `contents`.
+    """The blocks of one worker group; the only writer of its tables, of the pool, the cache and of requests' keys."""
 
-    A block may be found by others from the plan after the one that fills it: plans are carried out in order, so what
-    an earlier plan fills is filled.
-    """
+    def __init__(
+        self, configure: Configure, *, prefix_caching: bool = True, watcher: CacheWatcher | None = None
+    ) -> None:
+        groups = configure.kv_cache_groups
+        self.configure = configure
+        self.block_size = configure.block_size
+        self.kinds = tuple(_kinds(groups))
+        # Events are of full attention, which comes first where there is any.
+        watcher = watcher if self.kinds[0].sees_all else None
+        self.cache = PrefixCache(configure.num_blocks, self.block_size, len(self.kinds), watcher)
+        self.pool = BlockPool(configure.num_blocks, on_reuse=self.cache.forget)
+        # Without segments a prefill reads no prior KV, so nothing could be shared (seed 001).
+        self._prefix_caching = prefix_caching and configure.kv_segment_size > 0
+        self._weight_epoch = 0
+        self._public_root = self._root(salt="")
+        self.num_blocks = np.zeros(configure.max_num_seqs, np.int64)
+        """Per row, logical blocks. Those before `_first_block` of a kind are given up."""
+        self.tables = np.zeros((configure.max_num_seqs, configure.max_blocks_per_row, len(groups)), np.int32)
+        self._first_block = np.zeros((len(self.kinds), configure.max_num_seqs), np.int64)
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool) -> None:
-        self.block_size = block_size
-        self.cache = PrefixCache(block_size)
-        self.pool = BlockPool(num_blocks, on_reuse=self.cache.forget)
-        self._prefix_caching = prefix_caching
-        # Blocks that the plan in the making fills, by key; nobody finds them before the next plan.
-        self._filling: dict[bytes, tuple[int, BlockContent]] = {}
+    # -- how much ------------------------------------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
-        """Tokens whose KV the whole cache holds."""
-        return self.pool.num_usable * self.block_size
+        """Tokens that a lone request can have KV for, however often it is computed anew."""
+        groups = self.configure.kv_cache_groups
+        return longest_fit(groups, self.pool.num_usable, self.block_size, self._least_segment)
 
     def num_needed(self, num_tokens: int) -> int:
-        """Blocks for this many tokens; padding takes none (seed 000, "Padding Does NOT Allocate Blocks")."""
-        return -(-num_tokens // self.block_size)
+        """Blocks without which so many tokens are never computed (seed 000, "Padding Does NOT Allocate Blocks")."""
+        return num_blocks_needed(self.configure.kv_cache_groups, num_tokens, self.block_size, self._least_segment)
+
+    @property
+    def _least_segment(self) -> int:
+        """Tokens that a prefill cannot be cut below."""
+        configure = self.configure
+        return configure.segment_multiple if configure.kv_segment_size else configure.max_num_batched_tokens
+
+    def has_room(self, num_tokens: int, prefix: Prefix, num_rows: int) -> bool:
+        """Whether so many tokens fit behind `prefix`, with one more logical block for each of `num_rows` rows."""
+        reserve = num_rows * self.tables.shape[2]
+        held = prefix.held
+        groups, segment = self.configure.kv_cache_groups, self.configure.max_num_batched_tokens
+        num_missing = num_blocks_needed(groups, num_tokens, self.block_size, segment) - len(held)
+        return num_missing + reserve + self.pool.num_free_among(held) <= self.pool.num_free
+
+    def fits(self, num_tokens: int, prefix: Prefix) -> bool:
+        """Whether the blocks of so many tokens, those of `prefix` among them, can be had now."""
+        num_new = (-(-num_tokens // self.block_size) - prefix.num_blocks) * self.tables.shape[2]
+        return num_new + self.pool.num_free_among(prefix.held) <= self.pool.num_free
+
+    # -- sharing -------------------------------------------------------------------------------------------------------
 
     def enter(self, request: Request) -> None:
-        """Key a request that is new to this group, however much it holds already."""
-        request.contents = []
-        self._extend_contents(request)
-
-    def find_prefix(self, request: Request) -> list[int]:
-        """Blocks that others filled with the request's first tokens. Never all of them: the last token is computed."""
-        return self.cache.find(request.contents[: (request.num_tokens - 1) // self.block_size])
-
-    def is_being_filled(self, request: Request, prefix: Sequence[int]) -> bool:
-        """Whether the block that follows `prefix` is filled by the plan in the making: the next plan finds it."""
-        if len(prefix) >= (request.num_tokens - 1) // self.block_size or len(prefix) >= len(request.contents):
-            return False
-        content = request.contents[len(prefix)]
-        return self._filling.get(content.key, (None, None))[1] == content
-
-    def has_room(self, request: Request, prefix: Sequence[int], reserve: int) -> bool:
-        """Whether the request's known tokens fit behind `prefix`, with `reserve` blocks left."""
-        num_missing = self.num_needed(request.num_tokens) - len(prefix)
-        return num_missing + reserve <= self.pool.num_free - self.pool.num_free_among(prefix)
-
-    def share(self, request: Request, prefix: list[int]) -> None:
-        """Let the request hold `prefix` as its first blocks; their tokens are computed."""
-        self.pool.hold(prefix)
-        request.block_ids = list(prefix)
-        request.num_computed_tokens = len(prefix) * self.block_size
-
-    def grow(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Take blocks for `num_tokens` more computed tokens. Returns the new ones; None = no room, nothing changed."""
-        num_missing = self.num_needed(request.num_computed_tokens + num_tokens) - len(request.block_ids)
-        block_ids = self.pool.allocate(max(0, num_missing))
-        if block_ids is not None:
-            request.block_ids += block_ids
-        return block_ids
-
-    def fill(self, request: Request, num_tokens: int) -> None:
-        """Note that the plan in the making computes the request's next `num_tokens` tokens."""
-        if not self._prefix_caching:
+        """Key all full blocks of a request without a row."""
+        if not self._prefix_caching or request.skip_prefix_cache:
+            request.keys = []
             return
-        first = request.num_computed_tokens // self.block_size
-        past = (request.num_computed_tokens + num_tokens) // self.block_size
-        if past > len(request.contents):
-            self._extend_contents(request)
-        for index in range(first, past):
-            content = request.contents[index]
-            self._filling[content.key] = request.block_ids[index], content
+        request.keys = [self._root(request.cache_salt)]
+        self.cache.extend(request.keys, request.token_ids.tobytes())
 
-    def publish_filled(self) -> None:
-        """The plan is made: the next one may find what it fills."""
-        for block_id, content in self._filling.values():
-            self.cache.publish(block_id, content)
-        self._filling.clear()
+    def renew_weights(self) -> None:
+        """The model's weights are others from now on: requests that enter find nothing that was cached before."""
+        self._weight_epoch += 1
+        self.cache.reset()
+        self._public_root = self._root(salt="")
 
-    def vacate(self, request: Request) -> None:
-        """Give a request's blocks back; what they hold may be found until they are reused."""
-        self.pool.release(request.block_ids)
-        request.num_computed_tokens, request.block_ids = 0, []
+    def _root(self, salt: str) -> bytes:
+        extras = {"weights": str(self._weight_epoch)} | ({"salt": salt} if salt else {})
+        return self.cache.root(extras)
 
-    def distrust(self, request: Request) -> None:
-        """Let nobody find what a failed request's blocks hold."""
-        for block_id in request.block_ids:
-            self.cache.forget(block_id)
+    def find_prefix(self, request: Request) -> Prefix:
+        """The longest prefix that all kinds keep. It never covers the last token, which is to be computed."""
+        num_blocks = min(len(request.keys) - 1, (request.num_tokens - 1) // self.block_size)
+        if num_blocks <= 0:
+            return Prefix(self.tables[0, :0])
+        keys, token_bytes = request.keys[1 : num_blocks + 1], request.token_ids.tobytes()
+        found: list[Found] = []
+        for index, kind in enumerate(self.kinds):
+            if kind.sees_all:
+                run = self.cache.find_run(index, keys[:num_blocks], token_bytes)
+                num_blocks = len(run)
+            found.append(run if kind.sees_all else {})
+        agreed = -1
+        while agreed != num_blocks:
+            agreed = num_blocks
+            for index, blocks in enumerate(found):
+                if isinstance(blocks, dict):
+                    num_blocks = self._longest_hit(index, keys[:num_blocks], token_bytes, blocks)
+        return self._prefix(num_blocks, found)
 
-    def _extend_contents(self, request: Request) -> None:
-        """Key the blocks that the request's known tokens fill and that have no key yet."""
-        if not self._prefix_caching:
+    def _longest_hit(self, index: int, keys: list[bytes], token_bytes: bytes, found: dict[int, tuple[int, ...]]) -> int:
+        """The most leading blocks behind which a kind keeps all that the next query sees; adds those to `found`."""
+        size = self.block_size * 4
+        num_blocks = j = len(keys)
+        first = self._first_needed(self.kinds[index], num_blocks * self.block_size)
+        while j > first:
+            j -= 1
+            if j in found:
+                continue
+            block_ids = self.cache.find(index, keys[j], token_bytes[j * size : (j + 1) * size])
+            if block_ids is None:
+                num_blocks = j
+                first = self._first_needed(self.kinds[index], num_blocks * self.block_size)
+            else:
+                found[j] = block_ids
+        return num_blocks
+
+    def _prefix(self, num_blocks: int, found: list[Found]) -> Prefix:
+        block_ids = np.zeros((num_blocks, self.tables.shape[2]), np.int32)
+        for kind, blocks in zip(self.kinds, found, strict=True):
+            first = self._first_needed(kind, num_blocks * self.block_size)
+            needed = (
+                blocks[first:num_blocks] if isinstance(blocks, list) else [blocks[j] for j in range(first, num_blocks)]
+            )
+            ids = np.fromiter(chain.from_iterable(needed), np.int32)
+            block_ids[first:, kind.groups] = ids.reshape(block_ids[first:, kind.groups].shape)
+        return Prefix(block_ids)
+
+    def publish(self, request: Request, row: int, start: int, stop: int, token_bytes: bytes) -> None:
+        """Let a row's logical blocks be found, `start` to `stop` - 1, which hold the tokens of `token_bytes`."""
+        size = self.block_size * 4
+        for j, ids in enumerate(self.tables[row, start:stop].tolist()):
+            self._publish_block(request, start + j, ids, token_bytes[j * size : (j + 1) * size])
+
+    def publish_one_each(self, requests: Iterable[Request], rows: IntArray, blocks: IntArray, tokens: Any) -> None:
+        """Let one logical block of each row be found; `tokens`: int32 [num_rows, block_size], what they hold."""
+        size, token_bytes = self.block_size * 4, tokens.tobytes()
+        ids, numbers = self.tables[rows, blocks].tolist(), blocks.tolist()
+        for j, request in enumerate(requests):
+            self._publish_block(request, numbers[j], ids[j], token_bytes[j * size : (j + 1) * size])
+
+    def _publish_block(self, request: Request, number: int, ids: list[int], tokens: bytes) -> None:
+        keys = request.keys
+        if not keys:
             return
-        extras = {"salt": request.cache_salt} if request.cache_salt else {}
-        new_token_ids = np.array(request.token_ids[len(request.contents) * self.block_size :], np.int32)
-        self.cache.extend(request.contents, self.cache.root(extras), new_token_ids)
+        if len(keys) == number + 1:
+            keys.append(self.cache.next_key(keys[number], tokens))
+        # Others cannot know what a salted request's blocks hold, nor could they ask for them.
+        is_public = keys[0] == self._public_root
+        for kind_number, kind in enumerate(self.kinds):
+            self.cache.publish(
+                kind_number,
+                keys[number + 1],
+                (tuple(ids[kind.groups]), tokens),
+                keys[number] if number else None,
+                announce=is_public and kind.sees_all,
+            )
+
+    def distrust(self, row: int) -> None:
+        """Let nobody find what a failed row's blocks hold."""
+        self.cache.forget(self._held(row))
+
+    def distrust_keys(self, request: Request) -> None:
+        """The same for a request whose blocks are not its own any more."""
+        for number in range(len(self.kinds)):
+            self.cache.forget(np.fromiter(chain.from_iterable(self.cache.holders(number, request.keys)), np.int32))
+
+    def num_common_prefix_blocks(self, rows: IntArray) -> list[int]:
+        """Per group, leading blocks that all `rows` have in common (seed 002, `SchedulerOutput`)."""
+        if not rows.size:
+            return [0] * self.tables.shape[2]
+        tables = self.tables[rows, : int(self.num_blocks[rows].min())]
+        common = ((tables == tables[0]) & (tables[0] > 0)).all(axis=0)
+        return [int(column.argmin()) if not column.all() else len(column) for column in common.T]
+
+    # -- holding -------------------------------------------------------------------------------------------------------
+
+    def take(self, row: int, prefix: Prefix) -> None:
+        """Let an empty row begin with `prefix`, whose tokens are computed."""
+        self.pool.hold(prefix.held)
+        self.tables[row, : prefix.num_blocks] = prefix.block_ids
+        self.num_blocks[row] = prefix.num_blocks
+        for index, kind in enumerate(self.kinds):
+            self._first_block[index, row] = self._first_needed(kind, prefix.num_blocks * self.block_size)
+
+    def grow(self, rows: IntArray, num_new: IntArray) -> tuple[IntArray, Int32Array] | None:
+        """Take `num_new` more logical blocks for each of `rows`.
+
+        Returns:
+            per new logical block its row and its ids, int32 [num_blocks] and [num_blocks, num_groups]; None = there is
+            no room for them all now, and nothing has changed.
+        """
+        total, num_groups = int(num_new.sum()), self.tables.shape[2]
+        if not total:
+            return NO_ROWS, NO_ROWS
+        block_ids = self.pool.allocate(total * num_groups)
+        if block_ids is None:
+            return None
+        new_rows, indices = _spread(rows, self.num_blocks[rows], num_new)
+        table = block_ids.reshape(total, num_groups)
+        self.tables[new_rows, indices] = table
+        self.num_blocks[rows] += num_new
+        return new_rows, table
+
+    def give_up_unseen(self, rows: IntArray, num_computed_tokens: IntArray) -> None:
+        """Free what rows of so many answered tokens see no more; both int [num_rows]."""
+        for index, kind in enumerate(self.kinds):
+            if kind.sees_all:
+                continue
+            first = self._first_needed(kind, num_computed_tokens)
+            num_unseen = np.maximum(first - self._first_block[index, rows], 0)
+            if not num_unseen.any():
+                continue
+            old_rows, indices = _spread(rows, self._first_block[index, rows], num_unseen)
+            self.pool.release(self.tables[old_rows, indices, kind.groups].ravel())
+            self.tables[old_rows, indices, kind.groups] = 0
+            self._first_block[index, rows] += num_unseen
+
+    def vacate(self, row: int) -> None:
+        """Give all blocks of a row back, the last first, which fewest share; they are found until they are reused."""
+        self.pool.release(self._held(row)[::-1])
+        self.tables[row, : self.num_blocks[row]] = 0
+        self.num_blocks[row] = 0
+
+    def _held(self, row: int) -> Int32Array:
+        block_ids: Int32Array = self.tables[row, : self.num_blocks[row]].ravel()
+        return block_ids[block_ids > 0]
+
+    def _first_needed(self, kind: Kind, num_computed_tokens: Any) -> Any:
+        """The first logical block that the query after so many tokens sees; for a number or an integer array."""
+        return first_visible(num_computed_tokens, kind.sliding_window, kind.attention_chunk_size) // self.block_size
+
+
+def _kinds(groups: Sequence[KVCacheGroup]) -> Iterable[Kind]:
+    start = 0
+    for (window, chunk), alike in groupby(groups, lambda group: (group.sliding_window, group.attention_chunk_size)):
+        stop = start + len(list(alike))
+        yield Kind(slice(start, stop), window, chunk)
+        start = stop
+
+
+def _spread(rows: IntArray, starts: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
+    """Each row `count` times, beside the numbers `start`, `start` + 1, ...: int [sum of counts] twice."""
+    ends = np.cumsum(counts)
+    offsets = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+    return np.repeat(rows, counts), np.repeat(starts, counts) + offsets

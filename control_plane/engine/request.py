@@ -1,54 +1,58 @@
 """One request as the engine sees it, from acceptance to its end; knows neither steps nor streams' transport."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from blockplane.control_plane.engine.prefix_cache import BlockContent
+import numpy as np
+
+from blockplane.protos.plan import Int32Array
 from blockplane.protos.sampling import SamplingParams
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A growing list of tokens with a place in the KV cache. Written by the scheduler and its `KVBlocks` only.
+    """A growing list of tokens. Written by the scheduler and its `KVBlocks` only.
 
     Attributes:
-        request_id: the caller's.
-        token_ids: prompt and output; grows by one for each answered token.
+        request_id: the caller's; the samples of one prompt have it in common.
+        token_ids: int32, prompt and output as far as known when it last had no row; a row keeps its own.
         params: as the caller set them.
         seed: the caller's, or drawn once, when the request was accepted.
-        owner: whoever submitted it; handed back with each output, never looked into.
-        row: its row in the worker group, None while it waits.
-        num_computed_tokens: tokens whose KV is in the cache.
-        num_cached_tokens: prompt tokens whose KV others had computed, when it was first admitted; None before.
-        block_ids: its blocks, in logical order.
-        contents: what its full blocks hold, as far as it is keyed; may run ahead of `block_ids` or behind.
+        owner, stream_id: whoever submitted it and their number for it; handed back with each output, never looked into.
+        priority: less comes first.
+        rank: its place in the order of service, less is first: the queue sorts by it and the largest is preempted.
         cache_salt: only requests of the same salt share blocks.
+        skip_prefix_cache: it shares none.
+        row: its row in the worker group, None while it waits.
+        keys: the prefix cache's keys of its full blocks, behind that of its root; empty where it shares none.
+        num_cached_tokens: prompt tokens whose KV others had computed, when it was first admitted; None before.
+        behind: a request that computes the blocks which this one needs next, and how many those are; None = nobody.
+        last_step: the last step that may still answer for it while it waits.
         ended: nothing of it may be delivered or scheduled any more.
     """
 
     request_id: str
-    token_ids: list[int]
+    token_ids: Int32Array
     num_prompt_tokens: int
     params: SamplingParams
     seed: int
-    owner: Any = None
-    row: int | None = None
-    num_computed_tokens: int = 0
-    num_cached_tokens: int | None = None
-    block_ids: list[int] = field(default_factory=list)
-    contents: list[BlockContent] = field(default_factory=list)
+    owner: int = 0
+    stream_id: int = 0
+    priority: int = 0
+    rank: tuple[float, int] = (0.0, 0)
     cache_salt: str = ""
+    skip_prefix_cache: bool = False
+    row: int | None = None
+    keys: list[bytes] = field(default_factory=list)
+    num_cached_tokens: int | None = None
+    behind: tuple["Request", int] | None = None
+    last_step: int = 0
     ended: bool = False
 
     @property
     def num_tokens(self) -> int:
+        """Known tokens, as of when it last had no row."""
         return len(self.token_ids)
 
-    @property
-    def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def num_remaining_tokens(self) -> int:
-        """Tokens whose KV is still to be computed: 1 while it decodes, more while it is prefilled."""
-        return len(self.token_ids) - self.num_computed_tokens
+    def append(self, token_id: int) -> None:
+        """Take a token that was computed in a row which the request has lost."""
+        self.token_ids = np.append(self.token_ids, np.int32(token_id))

@@ -1,0 +1,236 @@
+"""What a worker's answer means: tokens to their requests, ends, full blocks, windows left. Plans nothing."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockplane.control_plane.engine.kv_blocks import KVBlocks
+from blockplane.control_plane.engine.request import Request
+from blockplane.control_plane.engine.rows import Rows
+from blockplane.control_plane.engine.step import Finished, InFlight, Segment, StepOutputs
+from blockplane.control_plane.engine.waiting import WaitingQueue
+from blockplane.protos.errors import BlockplaneError, ModelOutputError, ProtocolError
+from blockplane.protos.finish import FinishReason, finish_reason
+from blockplane.protos.plan import Int32Array, IntArray, StepResult
+
+BoolArray: TypeAlias = NDArray[np.bool_]
+Outcome: TypeAlias = FinishReason | BlockplaneError
+
+
+class Answers:
+    """The confirming half of a scheduler, on the scheduler's own rows, blocks and queue."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        blocks: KVBlocks,
+        waiting: WaitingQueue,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        end: Callable[[Request], None],
+    ) -> None:
+        """`end` takes a request out of rows and queue."""
+        self._rows, self._blocks, self._waiting, self._end = rows, blocks, waiting, end
+        self._eos_token_ids = eos_token_ids
+        self._capacity = blocks.capacity
+        self._vocab_size = vocab_size
+        # How many rows have each token id among their stops; ends of text stop nearly everyone.
+        self._num_stops = np.zeros(vocab_size, np.int32)
+        # An id that the model's logits do not reach ends nothing.
+        self._num_stops[[token_id for token_id in eos_token_ids if token_id < vocab_size]] = 1
+        # Whether an answered id is one to look at, at id + 1, so that one gather tells for all rows: it stops somebody,
+        # or is none of the model's. Ids below -1 count from the table's end.
+        self._is_to_see = np.ones(2 * vocab_size + 2, bool)
+        self._is_to_see[1 : vocab_size + 1] = self._num_stops > 0
+
+    def expect_stops(self, request: Request) -> None:
+        """A request has a row from now on."""
+        for token_id in request.params.stop_token_ids:
+            self._num_stops[token_id] += 1
+            self._is_to_see[token_id + 1] = True
+
+    def forget_stops(self, request: Request) -> None:
+        """A request has a row no more."""
+        for token_id in request.params.stop_token_ids:
+            self._num_stops[token_id] -= 1
+            self._is_to_see[token_id + 1] = self._num_stops[token_id] > 0
+
+    def may_stop(self, token_ids: Int32Array) -> BoolArray:
+        """bool, which of these tokens somebody may stop at, or are none. Raises ProtocolError if one is far off."""
+        try:
+            flags: BoolArray = self._is_to_see[token_ids.astype(np.intp) + 1]
+        except IndexError:
+            raise ProtocolError("the worker sampled a token id that its model does not have.") from None
+        return flags
+
+    def take(self, plan: InFlight | None, result: StepResult, *, all_have_rows: bool) -> StepOutputs:
+        """Fold an answer in. `all_have_rows`: no request of the plan has lost its row since.
+
+        Raises:
+            ProtocolError: it is no answer to `plan`; nothing has changed.
+        """
+        if plan is None or result.step != plan.step:
+            expected = "none is expected" if plan is None else f"that of step {plan.step} is expected"
+            raise ProtocolError(f"got the result of step {result.step} while {expected}.")
+        counts, may_stop = _counts(plan, result), self.may_stop(result.token_ids)
+        if bool(((result.token_ids < -1) | (result.token_ids >= self._vocab_size)).any()):
+            raise ProtocolError("the worker sampled a token id that its model does not have.")
+        rows, token_ids, unused = plan.sampled.rows, result.token_ids, _unused(plan, counts)
+        late = None
+        if not all_have_rows:
+            has_row = np.array([request.row is not None for request in plan.sampled.requests], bool)
+            is_kept = has_row if counts is None else np.repeat(has_row, counts)
+            late = self._answer_without_rows(plan.sampled.requests, token_ids, counts)
+            rows, token_ids, may_stop = rows[has_row], token_ids[is_kept], may_stop[is_kept]
+            counts = None if counts is None else counts[has_row]
+            unused = None if unused is None else unused[has_row]
+        if plan.prefills:
+            self._answer_prefills(plan.prefills)
+        if unused is not None:
+            self._rows.num_granted[rows] -= unused
+        outputs = self._answer_rows(rows, token_ids, counts, may_stop)
+        return outputs if late is None else late.beside(outputs)
+
+    # -- requests that have their rows ---------------------------------------------------------------------------------
+
+    def _answer_rows(
+        self, at: IntArray, token_ids: Int32Array, counts: Int32Array | None, may_stop: BoolArray
+    ) -> StepOutputs:
+        """Give each row its new tokens: one, or as many as `counts` says; look closer at those that reach a mark."""
+        rows = self._rows
+        before = rows.num_tokens[at]
+        if counts is None or not at.size:
+            rows.token_ids[at, before] = token_ids
+            after, per_token, stops = before + 1, at, may_stop
+        else:
+            starts, per_token = np.cumsum(counts) - counts, np.repeat(at, counts)
+            rows.token_ids[per_token, np.arange(len(token_ids)) + np.repeat(before - starts, counts)] = token_ids
+            after, stops = before + counts, np.logical_or.reduceat(may_stop, starts)
+        rows.num_tokens[at] = after
+        outputs = StepOutputs(rows.owners[per_token], rows.stream_ids[per_token], token_ids, one_each=counts is None)
+        is_due = stops | (after >= rows.confirm_mark[at])
+        if not np.count_nonzero(is_due):
+            return outputs
+        self._settle(at[is_due], after[is_due] - 1)
+        may_end = np.flatnonzero(stops | (after >= rows.final_len[at]))
+        return self._end_rows(at[may_end], before[may_end], after[may_end], outputs) if may_end.size else outputs
+
+    def _end_rows(self, at: IntArray, before: IntArray, after: IntArray, outputs: StepOutputs) -> StepOutputs:
+        """Ask of rows whether the request ends with one of its new tokens; what follows that one is dropped."""
+        rows, finished, num_dropped = self._rows, [], []
+        for row, start, stop in zip(at.tolist(), before.tolist(), after.tolist(), strict=True):
+            request = rows.request(row)
+            kept, outcome = self._outcome(request, start, rows.token_ids[row, start:stop].tolist())
+            if outcome is None:
+                continue
+            if isinstance(outcome, ModelOutputError):
+                self._blocks.distrust(row)
+            rows.num_tokens[row] = start + kept
+            num_dropped.append(stop - start - kept)
+            finished.append(Finished(request, outcome))
+            self._end(request)
+        return outputs.ending(finished, num_dropped)
+
+    def _settle(self, at: IntArray, num_computed: IntArray) -> None:
+        """Publish the blocks that have become full, and let go of those that left a window."""
+        rows, block_size = self._rows, self._blocks.block_size
+        num_full = num_computed // block_size
+        num_new = num_full - rows.num_published[at]
+        has_new = num_new > 0
+        if not has_new.any():
+            return
+        at, num_full, num_new = at[has_new], num_full[has_new], num_new[has_new]
+        # Drafts may fill more than one block at once.
+        for ahead in range(int(num_new.max())):
+            is_one = num_new > ahead
+            self._publish(at[is_one], num_full[is_one] - num_new[is_one] + ahead)
+        rows.num_published[at] = num_full
+        rows.confirm_mark[at] = np.minimum((num_full + 1) * block_size + 1, rows.final_len[at])
+        self._blocks.give_up_unseen(at, num_computed[has_new])
+
+    def _publish(self, at: IntArray, blocks: IntArray) -> None:
+        """Let one logical block of each row be found."""
+        rows, block_size = self._rows, self._blocks.block_size
+        positions = blocks[:, None] * block_size + np.arange(block_size)
+        requests = map(rows.request, at.tolist())
+        self._blocks.publish_one_each(requests, at, blocks, rows.token_ids[at[:, None], positions])
+
+    def _answer_prefills(self, segments: Sequence[Segment]) -> None:
+        """Let go of what the next segments, or the decodes behind them, see no more."""
+        held = [segment for segment in segments if segment.request.row is not None]
+        at, stops = np.array([(segment.row, segment.stop) for segment in held], np.int64).reshape(-1, 2).T
+        self._blocks.give_up_unseen(at, stops)
+
+    # -- requests that lost their rows meanwhile -----------------------------------------------------------------------
+
+    def _answer_without_rows(
+        self, requests: Sequence[Request], token_ids: Int32Array, counts: Int32Array | None
+    ) -> StepOutputs:
+        """Give their tokens to requests that wait again; those that have ended get none."""
+        news, finished = [], []
+        stop = 0
+        for request, count in zip(requests, [1] * len(requests) if counts is None else counts.tolist(), strict=True):
+            start, stop = stop, stop + count
+            if request.ended or request.row is not None:
+                continue
+            tokens = token_ids[start:stop].tolist()
+            kept, outcome = self._outcome(request, request.num_tokens, tokens)
+            for token_id in tokens[:kept]:
+                self._waiting.append_token(request, token_id)
+                news.append((request.owner, request.stream_id, token_id))
+            if outcome is not None:
+                if isinstance(outcome, ModelOutputError):
+                    self._blocks.distrust_keys(request)
+                finished.append(Finished(request, outcome))
+                self._end(request)
+        owners, stream_ids, token_ids = np.array(news, np.int32).reshape(-1, 3).T
+        return StepOutputs(owners, stream_ids, token_ids, counts is None, tuple(finished))
+
+    def _outcome(self, request: Request, num_before: int, token_ids: Sequence[int]) -> tuple[int, Outcome | None]:
+        """How many of a request's new tokens count, and what ends it with the last of them; None = it goes on."""
+        for index, token_id in enumerate(token_ids):
+            if token_id < 0:
+                return index, ModelOutputError(
+                    "the model's output for this request was not finite; the prompt or the weights are at fault."
+                )
+            num_tokens = num_before + index + 1
+            reason = finish_reason(
+                token_id,
+                num_tokens - request.num_prompt_tokens,
+                num_tokens,
+                request.params,
+                eos_token_ids=self._eos_token_ids,
+                max_model_len=self._rows.token_ids.shape[1],
+                cache_capacity=self._capacity,
+            )
+            if reason is not None:
+                return index + 1, reason
+        return len(token_ids), None
+
+
+def _counts(plan: InFlight, result: StepResult) -> Int32Array | None:
+    """How many tokens each sampled row got, None = 1 each. Raises ProtocolError if the answer's columns are too long,
+    too short, or have more for a row than it was granted.
+    """
+    num_rows = num_tokens = len(plan.sampled.requests)
+    counts = result.num_tokens
+    if counts is not None:
+        granted = 1 if plan.num_granted is None else plan.num_granted
+        if len(counts) != len(plan.decodes.requests) or bool(((counts < 1) | (counts > granted)).any()):
+            raise ProtocolError(f"step {plan.step} gives rows other numbers of tokens than they were granted.")
+        counts = np.concatenate((counts, np.ones(num_rows - len(counts), np.int32)))
+        num_tokens = int(counts.sum())
+    if len(result.token_ids) != num_tokens:
+        raise ProtocolError(f"step {plan.step} sampled {num_tokens} tokens; got {len(result.token_ids)}.")
+    return counts
+
+
+def _unused(plan: InFlight, counts: Int32Array | None) -> Int32Array | None:
+    """Of the tokens that each sampled row was granted, how many it did not get; None = it got them all."""
+    if plan.num_granted is None:
+        return None
+    num_prefilled = len(plan.sampled.requests) - len(plan.num_granted)
+    granted = np.concatenate((plan.num_granted, np.ones(num_prefilled, np.int32)))
+    return granted - (1 if counts is None else counts)
