@@ -6,6 +6,7 @@ import numpy as np
 
 from blockplane.protos.delivery import Delivery, Ending, ServingState
 from blockplane.protos.errors import BlockplaneError
+from blockplane.protos.plan import NO_ROWS, Int32Array
 
 
 class Outbox:
@@ -15,14 +16,21 @@ class Outbox:
     """
 
     def __init__(self) -> None:
-        self._token_ids: dict[int, list[int]] = {}
+        self._stream_ids: list[Int32Array] = []
+        self._token_ids: list[Int32Array] = []
+        self._one_each = False
+        """Whether no stream is gathered twice."""
         self._endings: list[Ending] = []
         self._serving: ServingState | None = None
         self._error: BlockplaneError | None = None
         self._filled = asyncio.Event()
 
-    def put_token(self, stream_id: int, token_id: int) -> None:
-        self._token_ids.setdefault(stream_id, []).append(token_id)
+    def put_tokens(self, stream_ids: Int32Array, token_ids: Int32Array, *, one_each: bool = False) -> None:
+        """Per new token its stream; a stream's tokens stand together, in order. `one_each`: every stream got one."""
+        if stream_ids.size:
+            self._one_each = one_each and not self._stream_ids
+            self._stream_ids.append(stream_ids)
+            self._token_ids.append(token_ids)
 
     def put_ending(self, ending: Ending) -> None:
         self._endings.append(ending)
@@ -46,13 +54,27 @@ class Outbox:
         if self._error is not None:
             raise self._error
         self._filled.clear()
-        tokens, self._token_ids = self._token_ids, {}
-        endings, self._endings = self._endings, []
+        return self.empty()
+
+    def empty(self) -> Delivery:
+        """Take all there is."""
+        num_tokens = None
+        if self._one_each:
+            stream_ids, token_ids = self._stream_ids[0], self._token_ids[0]
+        else:
+            stream_ids, num_tokens, token_ids = _by_stream(self._stream_ids, self._token_ids)
+        endings, self._endings = tuple(self._endings), []
         serving, self._serving = self._serving, None
-        return Delivery(
-            stream_ids=np.fromiter(tokens.keys(), np.int32, len(tokens)),
-            num_tokens=np.fromiter(map(len, tokens.values()), np.int32, len(tokens)),
-            token_ids=np.array([token_id for ids in tokens.values() for token_id in ids], np.int32),
-            endings=tuple(endings),
-            serving=serving,
-        )
+        self._stream_ids, self._token_ids, self._one_each = [], [], False
+        return Delivery(stream_ids, num_tokens, token_ids, endings, serving)
+
+
+def _by_stream(stream_ids: list[Int32Array], token_ids: list[Int32Array]) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """Gather steps' tokens by stream: the streams, how many tokens each got, and all the tokens end to end, int32."""
+    if not stream_ids:
+        return NO_ROWS, NO_ROWS, NO_ROWS
+    streams, tokens = np.concatenate(stream_ids), np.concatenate(token_ids)
+    order = np.argsort(streams, kind="stable")
+    streams, tokens = streams[order], tokens[order]
+    starts = np.flatnonzero(np.concatenate(([True], streams[1:] != streams[:-1])))
+    return streams[starts], np.diff(starts, append=len(streams)).astype(np.int32), tokens

@@ -11,8 +11,7 @@ from typing import Any
 import grpc
 
 from blockplane.control_plane.engine.engine import Engine
-from blockplane.control_plane.engine.outbox import Outbox
-from blockplane.protos import wire
+from blockplane.protos import delivery_wire, kv_events_wire, wire
 from blockplane.protos.errors import BlockplaneError, ProtocolError, UnavailableError
 from blockplane.protos.plan import Configure
 from blockplane.v1 import engine_pb2 as pb
@@ -37,7 +36,8 @@ class EngineServer(EngineServicer):
             _check_version("worker", hello.protocol_version)
             model = wire.model_info_from_proto(hello.model)
             layers = [wire.layer_from_proto(layer) for layer in hello.layers]
-            configure = self._engine.configure_worker(model, layers, hello.available_memory)
+            rules = wire.bucket_rules_from_proto(hello.bucket_rules)
+            configure = self._engine.configure_worker(model, layers, hello.available_memory, rules)
         except BlockplaneError as error:
             # A standby asks again and again, and says so itself.
             level = logging.DEBUG if isinstance(error, UnavailableError) else logging.WARNING
@@ -81,27 +81,63 @@ class EngineServer(EngineServicer):
         request_iterator: AsyncIterator[pb.AttachFrontendRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[pb.AttachFrontendResponse]:
-        outbox = self._engine.attach_frontend()
-        reader = asyncio.create_task(self._read_frontend(outbox, request_iterator))
+        owner = self._engine.attach_frontend()
+        outbox = self._engine.outbox(owner)
+        reader = asyncio.create_task(self._read_frontend(owner, request_iterator))
         try:
             while True:
-                yield wire.delivery_to_proto(await outbox.take())
+                yield delivery_wire.delivery_to_proto(await outbox.take())
         except BlockplaneError as error:
             await context.abort(error.status, str(error))
         finally:
             reader.cancel()
-            self._engine.detach_frontend(outbox)
+            self._engine.detach_frontend(owner)
 
-    async def _read_frontend(self, outbox: Outbox, batches: AsyncIterator[pb.AttachFrontendRequest]) -> None:
+    async def _read_frontend(self, owner: int, batches: AsyncIterator[pb.AttachFrontendRequest]) -> None:
         """Hand a frontend's batches to the engine; what ends the reading ends the stream, with the reason."""
         error: BlockplaneError = UnavailableError("the frontend closed its side of the stream.")
         try:
             async for batch in batches:
                 _check_version("frontend", batch.protocol_version)
-                self._engine.take_batch(outbox, wire.frontend_batch_from_proto(batch))
+                self._engine.take_batch(owner, delivery_wire.frontend_batch_from_proto(batch))
         except BlockplaneError as protocol_error:
             error = protocol_error
-        outbox.close(error)
+        self._engine.outbox(owner).close(error)
+
+    async def WatchKVEvents(
+        self,
+        request: pb.WatchKVEventsRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[pb.WatchKVEventsResponse]:
+        watcher = self._engine.watch()
+        try:
+            while True:
+                yield kv_events_wire.kv_event_batch_to_proto(await watcher.take())
+        except BlockplaneError as error:
+            await context.abort(error.status, str(error))
+        finally:
+            self._engine.unwatch(watcher)
+
+    async def ResetPrefixCache(
+        self,
+        request: pb.ResetPrefixCacheRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> pb.ResetPrefixCacheResponse:
+        try:
+            self._engine.reset_prefix_cache()
+        except BlockplaneError as error:
+            await context.abort(error.status, str(error))
+        return pb.ResetPrefixCacheResponse()
+
+    async def GetStatistics(
+        self,
+        request: pb.GetStatisticsRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> pb.GetStatisticsResponse:
+        try:
+            return wire.statistics_to_proto(self._engine.statistics())
+        except BlockplaneError as error:
+            await context.abort(error.status, str(error))
 
 
 def _check_version(peer: str, version: int) -> None:

@@ -1,94 +1,30 @@
-"""The engine between frontends and a worker, driven by hand: who gets what, and who is forgotten when."""
-
-import asyncio
-from collections.abc import Callable
-from typing import Any
+"""The engine between frontends and a worker, driven by hand: who is accepted, who gets what, what outlives a worker."""
 
 import numpy as np
 import pytest
+from engine_driver import LAYERS, RULES, Frontend, Worker, attached, in_loop, model, outcomes_of, tokens_of
 
 from blockplane.control_plane.engine.engine import Engine
-from blockplane.control_plane.engine.outbox import Outbox
 from blockplane.protos.config import load_config
-from blockplane.protos.delivery import Delivery, FrontendBatch, Submission
-from blockplane.protos.errors import AbortedError, CapacityError, DuplicateError, InvalidRequestError, UnavailableError
-from blockplane.protos.model import GenerationDefaults, LayerKVSpec, ModelInfo
-from blockplane.protos.plan import StepPlan, StepResult
+from blockplane.protos.delivery import Submission
+from blockplane.protos.errors import CapacityError, DuplicateError, InvalidRequestError, UnavailableError
 from blockplane.protos.sampling import SamplingParams
 
-LAYERS = [LayerKVSpec("layers.0.self_attn", num_kv_heads=1, head_dim=8, dtype="float32")]
-BYTES_PER_BLOCK = 2 * 16 * 8 * 4
-
-
-def model(name: str = "m", max_model_len: int = 64) -> ModelInfo:
-    return ModelInfo(name, 100, max_model_len, (99,), None, b"", GenerationDefaults())
-
-
-def attach_worker(engine: Engine, info: ModelInfo | None = None, num_blocks: int = 50) -> None:
-    info = info or model()
-    engine.configure_worker(info, LAYERS, num_blocks * BYTES_PER_BLOCK)
-    engine.worker_ready(info)
-
-
-def submit(engine: Engine, outbox: Outbox, stream_id: int, request_id: str, length: int = 3, **params: Any) -> None:
-    prompt = np.arange(1, length + 1, dtype=np.int32)
-    max_tokens = params.pop("max_tokens", 5)
-    engine.take_batch(
-        outbox, FrontendBatch((Submission(stream_id, request_id, prompt, SamplingParams(max_tokens, **params)),))
-    )
-
-
-def step(engine: Engine, token_id: int = 7) -> StepPlan | None:
-    """One step in which every row that works samples `token_id`; prompts here are one segment each."""
-    plan = engine.next_plan()
-    if plan is not None:
-        if plan.decode_rows is not None:
-            engine.decoding = len(plan.decode_rows)  # type: ignore[attr-defined]
-        num_sampled = getattr(engine, "decoding", 0) + len(plan.prefill_rows)
-        engine.take_result(StepResult(plan.step, np.full(num_sampled, token_id, np.int32)))
-    engine.flush()
-    return plan
-
-
-async def take(outbox: Outbox) -> Delivery:
-    return await asyncio.wait_for(outbox.take(), 1)
-
-
-def tokens_of(delivery: Delivery) -> dict[int, list[int]]:
-    ends = np.cumsum(delivery.num_tokens)
-    parts = np.split(delivery.token_ids, ends[:-1]) if len(ends) else []
-    return {int(stream): part.tolist() for stream, part in zip(delivery.stream_ids, parts, strict=True)}
-
-
-def outcomes_of(delivery: Delivery) -> dict[int, object]:
-    return {ending.stream_id: ending.outcome for ending in delivery.endings}
-
-
-def in_loop(test: Callable[[Engine], Any]) -> Callable[[], None]:
-    """An engine lives in an event loop, whose events it sets; each test gets both anew."""
-
-    def run() -> None:
-        async def main() -> None:
-            await test(Engine(load_config({}, {})))
-
-        asyncio.run(main())
-
-    run.__name__, run.__doc__ = test.__name__, test.__doc__
-    return run
+# -- what is served ----------------------------------------------------------------------------------------------------
 
 
 @in_loop
 async def test_a_frontend_hears_which_model_is_served_and_when_none_is(engine: Engine) -> None:
-    outbox = engine.attach_frontend()
-    serving = (await take(outbox)).serving
+    frontend = Frontend(engine)
+    serving = (await frontend.take()).serving
     assert serving is not None
     assert serving.model is None
-    attach_worker(engine)
-    serving = (await take(outbox)).serving
+    Worker(engine)
+    serving = (await frontend.take()).serving
     assert serving is not None
     assert serving.model == model()
     engine.detach_worker()
-    serving = (await take(outbox)).serving
+    serving = (await frontend.take()).serving
     assert serving is not None
     assert serving.model is None
 
@@ -96,130 +32,176 @@ async def test_a_frontend_hears_which_model_is_served_and_when_none_is(engine: E
 @in_loop
 async def test_the_context_that_clients_hear_of_is_the_one_that_is_configured(engine: Engine) -> None:
     engine = Engine(load_config({"max_model_len": "32"}, {}))
-    attach_worker(engine)
-    serving = (await take(engine.attach_frontend())).serving
+    Worker(engine)
+    serving = (await Frontend(engine).take()).serving
     assert serving is not None
     assert serving.model is not None
     assert serving.model.max_model_len == 32
 
 
 @in_loop
+async def test_a_second_worker_is_told_to_try_again(engine: Engine) -> None:
+    Worker(engine)
+    with pytest.raises(UnavailableError, match="attached already"):
+        engine.configure_worker(model(), LAYERS, 1 << 20, RULES)
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+
+
+@in_loop
 async def test_tokens_go_to_their_own_streams_and_the_end_with_the_last(engine: Engine) -> None:
-    attach_worker(engine)
-    one, two = engine.attach_frontend(), engine.attach_frontend()
-    await take(one), await take(two)
-    submit(engine, one, 5, "a", max_tokens=2)
-    submit(engine, two, 5, "b", max_tokens=1)
-    step(engine)
-    delivery = await take(two)
+    worker = Worker(engine)
+    one, two = await attached(engine), await attached(engine)
+    one.submit(5, "a", max_tokens=2)
+    two.submit(5, "b", max_tokens=1)
+    worker.step()
+    delivery = await two.take()
     assert (tokens_of(delivery), outcomes_of(delivery)) == ({5: [7]}, {5: "length"})
-    delivery = await take(one)
+    delivery = await one.take()
     assert (tokens_of(delivery), outcomes_of(delivery)) == ({5: [7]}, {})
-    step(engine, token_id=8)
-    delivery = await take(one)
+    worker.step(token_id=8)
+    delivery = await one.take()
     assert (tokens_of(delivery), outcomes_of(delivery)) == ({5: [8]}, {5: "length"})
 
 
 @in_loop
 async def test_a_frontend_that_reads_slowly_gets_its_tokens_in_one_piece(engine: Engine) -> None:
-    attach_worker(engine)
-    outbox = engine.attach_frontend()
-    await take(outbox)
-    submit(engine, outbox, 1, "a", max_tokens=3)
+    worker = Worker(engine)
+    frontend = await attached(engine)
+    frontend.submit(1, "a", max_tokens=3)
     for token_id in (7, 8, 9):
-        step(engine, token_id)
-    delivery = await take(outbox)
+        worker.step(token_id)
+    delivery = await frontend.take()
     assert (tokens_of(delivery), outcomes_of(delivery)) == ({1: [7, 8, 9]}, {1: "length"})
 
 
 @in_loop
-async def test_without_a_worker_and_for_a_live_id_and_beyond_the_vocabulary_a_request_is_refused(
-    engine: Engine,
-) -> None:
-    outbox = engine.attach_frontend()
-    submit(engine, outbox, 1, "a")
-    assert isinstance(outcomes_of(await take(outbox))[1], UnavailableError)
-    attach_worker(engine)
-    submit(engine, outbox, 2, "a")
-    submit(engine, outbox, 3, "a")
-    submit(engine, outbox, 4, "long", length=64)
-    beyond = Submission(5, "beyond", np.array([100], np.int32), SamplingParams(1))
-    engine.take_batch(outbox, FrontendBatch((beyond,)))
-    outcomes = outcomes_of(await take(outbox))
-    assert {stream: type(outcome) for stream, outcome in outcomes.items()} == {
-        3: DuplicateError,
-        4: InvalidRequestError,
-        5: InvalidRequestError,
-    }
+async def test_an_end_tells_how_much_of_the_prompt_was_cached_unless_salt_or_wish_forbid(engine: Engine) -> None:
+    worker = Worker(engine)
+    frontend = await attached(engine)
+    cached = []
+    for settings in ({}, {}, {"cache_salt": "s"}, {"cache_salt": "s"}, {"skip_prefix_cache": True}):
+        frontend.submit(1, "a", length=20, max_tokens=1, **settings)
+        worker.step()
+        cached.append((await frontend.take()).endings[0].num_cached_tokens)
+    assert cached == [0, 16, 0, 16, 0]
+
+
+# -- what is accepted --------------------------------------------------------------------------------------------------
 
 
 @in_loop
-async def test_an_aborted_id_ends_its_stream_and_may_be_used_again(engine: Engine) -> None:
-    attach_worker(engine)
-    outbox, other = engine.attach_frontend(), engine.attach_frontend()
-    await take(outbox)
-    submit(engine, outbox, 1, "a")
-    engine.take_batch(other, FrontendBatch(aborted_request_ids=("a", "unknown", "a")))
-    assert isinstance(outcomes_of(await take(outbox))[1], AbortedError)
-    submit(engine, outbox, 2, "a")
-    step(engine)
-    assert tokens_of(await take(outbox)) == {2: [7]}
+async def test_without_a_worker_a_request_is_to_be_sent_again(engine: Engine) -> None:
+    frontend = await attached(engine)
+    frontend.submit(1, "a")
+    assert isinstance(outcomes_of(await frontend.take())[1], UnavailableError)
 
 
 @in_loop
-async def test_a_stream_that_its_client_left_is_told_nothing_and_computed_no_more(engine: Engine) -> None:
-    attach_worker(engine)
-    outbox = engine.attach_frontend()
-    await take(outbox)
-    submit(engine, outbox, 1, "a")
-    engine.take_batch(outbox, FrontendBatch(aborted_stream_ids=(1, 1, 77)))
-    assert step(engine) is None
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(outbox.take(), 0.05)
+async def test_what_no_worker_could_compute_is_refused_and_the_rest_of_the_batch_goes_on(engine: Engine) -> None:
+    worker = Worker(engine)
+    frontend = await attached(engine)
+    prompts = {1: [1], 2: [100], 3: [-1], 4: [], 5: [1] * 64}
+    submissions = [
+        Submission(stream_id, str(stream_id), np.array(prompt, np.int32), SamplingParams(1))
+        for stream_id, prompt in prompts.items()
+    ]
+    for stream_id, stop_id in ((6, 100), (7, -1), (8, 2**31 - 1)):
+        params = SamplingParams(1, stop_token_ids=(5, stop_id))
+        submissions.append(Submission(stream_id, str(stream_id), np.array([1], np.int32), params))
+    frontend.send(submissions=tuple(submissions))
+    outcomes = outcomes_of(await frontend.take())
+    assert {stream_id: type(outcome) for stream_id, outcome in outcomes.items()} == dict.fromkeys(
+        range(2, 9), InvalidRequestError
+    )
+    worker.step()
+    assert tokens_of(await frontend.take()) == {1: [7]}
 
 
 @in_loop
-async def test_a_frontend_that_is_gone_takes_its_requests_with_it(engine: Engine) -> None:
-    attach_worker(engine)
-    gone, other = engine.attach_frontend(), engine.attach_frontend()
-    submit(engine, gone, 1, "a")
-    submit(engine, other, 1, "b")
-    engine.detach_frontend(gone)
-    plan = step(engine)
-    assert plan is not None
-    assert len(plan.admissions) == 1
-    submit(engine, other, 2, "a")
-    assert step(engine) is not None
+async def test_a_live_id_is_taken_until_its_request_ends(engine: Engine) -> None:
+    worker = Worker(engine)
+    frontend, other = await attached(engine), await attached(engine)
+    frontend.submit(1, "a", max_tokens=1)
+    other.submit(1, "a")
+    assert isinstance(outcomes_of(await other.take())[1], DuplicateError)
+    worker.step()
+    other.submit(2, "a")
+    worker.step()
+    assert tokens_of(await other.take()) == {2: [7]}
+
+
+@in_loop
+async def test_a_cache_that_can_never_hold_a_prompt_refuses_it_for_good(engine: Engine) -> None:
+    engine = Engine(load_config({"num_blocks": "3"}, {}))
+    Worker(engine)
+    frontend = await attached(engine)
+    frontend.submit(1, "a", length=40)
+    outcome = outcomes_of(await frontend.take())[1]
+    assert isinstance(outcome, CapacityError)
+    assert outcome.retry_after_seconds is None
+
+
+@in_loop
+async def test_a_full_queue_says_when_to_come_again(engine: Engine) -> None:
+    engine = Engine(load_config({"max_waiting_requests": "2"}, {}))
+    worker = Worker(engine)
+    frontend = await attached(engine)
+    for stream_id in range(3):
+        frontend.submit(stream_id, str(stream_id))
+    outcome = outcomes_of(await frontend.take())[2]
+    assert isinstance(outcome, CapacityError)
+    assert outcome.retry_after_seconds is not None
+    worker.step()
+    frontend.submit(2, "2")
+    worker.step()
+    assert tokens_of(await frontend.take()) == {0: [7, 7], 1: [7, 7], 2: [7]}
+
+
+@in_loop
+async def test_less_priority_is_served_first_and_waiting_makes_up_for_it(engine: Engine) -> None:
+    now = [0.0]
+    engine = Engine(load_config({"max_num_seqs": "1", "priority_seconds": "10"}, {}), clock=lambda: now[0])
+    worker = Worker(engine)
+    frontend = await attached(engine)
+    frontend.submit(1, "patient", priority=1, max_tokens=1)
+    now[0] = 9.0
+    frontend.submit(2, "urgent", priority=0, max_tokens=1)
+    now[0] = 11.0
+    frontend.submit(3, "late", priority=0, max_tokens=1)
+    served = []
+    while worker.step() is not None:
+        served += outcomes_of(await frontend.take())
+    assert served == [2, 1, 3]
+
+
+# -- what outlives a worker --------------------------------------------------------------------------------------------
 
 
 @in_loop
 async def test_a_lost_worker_s_requests_go_on_at_the_next_with_all_they_have_emitted(engine: Engine) -> None:
-    attach_worker(engine)
-    outbox = engine.attach_frontend()
-    await take(outbox)
-    submit(engine, outbox, 1, "a", max_tokens=3)
-    step(engine, token_id=7)
-    engine.next_plan()
+    worker = Worker(engine)
+    frontend = await attached(engine)
+    frontend.submit(1, "a", max_tokens=3)
+    worker.step(token_id=7)
+    worker.plan()
     engine.detach_worker()
-    attach_worker(engine)
-    engine.decoding = 0  # type: ignore[attr-defined]
-    plan = step(engine, token_id=8)
+    plan = Worker(engine).step(token_id=8)
     assert plan is not None
     assert plan.step == 1
     assert plan.admissions[0].token_ids.tolist() == [1, 2, 3, 7]
     assert plan.admissions[0].num_prompt_tokens == 3
-    assert tokens_of(await take(outbox)) == {1: [7, 8]}
+    assert tokens_of(await frontend.take()) == {1: [7, 8]}
 
 
 @in_loop
 async def test_a_resumed_request_keeps_the_seed_that_was_drawn_for_it(engine: Engine) -> None:
-    attach_worker(engine)
-    outbox = engine.attach_frontend()
-    submit(engine, outbox, 1, "a")
-    first = engine.next_plan()
+    worker = Worker(engine)
+    Frontend(engine).submit(1, "a")
+    first = worker.plan()
     engine.detach_worker()
-    attach_worker(engine)
-    second = engine.next_plan()
+    second = Worker(engine).plan()
     assert first is not None
     assert second is not None
     assert first.admissions[0].seed == second.admissions[0].seed
@@ -227,58 +209,27 @@ async def test_a_resumed_request_keeps_the_seed_that_was_drawn_for_it(engine: En
 
 @in_loop
 async def test_what_the_next_worker_cannot_hold_ends_and_the_rest_goes_on(engine: Engine) -> None:
-    engine = Engine(load_config({"num_blocks": "4"}, {}))
-    attach_worker(engine, model(max_model_len=256))
-    outbox = engine.attach_frontend()
-    await take(outbox)
-    submit(engine, outbox, 1, "long", length=40)
-    submit(engine, outbox, 2, "short")
+    engine = Engine(load_config({"num_blocks": "5"}, {}))
+    Worker(engine)
+    frontend = await attached(engine)
+    frontend.submit(1, "long", length=40)
+    frontend.submit(2, "short")
     engine.detach_worker()
-    await take(outbox)
-    attach_worker(engine, model(max_model_len=32))
-    assert isinstance(outcomes_of(await take(outbox))[1], InvalidRequestError)
-    step(engine)
-    assert tokens_of(await take(outbox)) == {2: [7]}
+    await frontend.take()
+    worker = Worker(engine, model(max_model_len=32))
+    assert isinstance(outcomes_of(await frontend.take())[1], InvalidRequestError)
+    worker.step()
+    assert tokens_of(await frontend.take()) == {2: [7]}
 
 
 @in_loop
 async def test_requests_of_another_model_do_not_go_on(engine: Engine) -> None:
-    attach_worker(engine)
-    outbox = engine.attach_frontend()
-    await take(outbox)
-    submit(engine, outbox, 1, "a")
+    Worker(engine)
+    frontend = await attached(engine)
+    frontend.submit(1, "a")
     engine.detach_worker()
-    attach_worker(engine, model("another"))
-    outcome = outcomes_of(await take(outbox))[1]
+    worker = Worker(engine, model("another"))
+    outcome = outcomes_of(await frontend.take())[1]
     assert isinstance(outcome, UnavailableError)
     assert "another" in str(outcome)
-
-
-@in_loop
-async def test_a_request_may_be_aborted_while_no_worker_is_there(engine: Engine) -> None:
-    attach_worker(engine)
-    outbox = engine.attach_frontend()
-    await take(outbox)
-    submit(engine, outbox, 1, "a")
-    engine.detach_worker()
-    engine.take_batch(outbox, FrontendBatch(aborted_request_ids=("a",)))
-    assert isinstance(outcomes_of(await take(outbox))[1], AbortedError)
-    attach_worker(engine)
-    assert step(engine) is None
-
-
-@in_loop
-async def test_a_second_worker_is_told_to_try_again(engine: Engine) -> None:
-    attach_worker(engine)
-    with pytest.raises(UnavailableError, match="attached already"):
-        engine.configure_worker(model(), LAYERS, 1 << 20)
-
-
-@in_loop
-async def test_a_cache_that_can_never_hold_a_prompt_refuses_it(engine: Engine) -> None:
-    engine = Engine(load_config({"num_blocks": "3"}, {}))
-    attach_worker(engine)
-    outbox = engine.attach_frontend()
-    await take(outbox)
-    submit(engine, outbox, 1, "a", length=40)
-    assert isinstance(outcomes_of(await take(outbox))[1], CapacityError)
+    assert worker.step() is None

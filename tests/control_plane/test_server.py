@@ -5,37 +5,17 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
+from engine_socket import built, hello, served_engine
 
-from blockplane.control_plane.engine.engine import Engine
 from blockplane.control_plane.engine.server import EngineServer
 from blockplane.protos import wire
-from blockplane.protos.config import load_config
-from blockplane.protos.model import GenerationDefaults, ModelInfo
+from blockplane.protos.buckets import BucketRules
 from blockplane.protos.plan import StepPlan, StepResult
 from blockplane.v1 import engine_pb2 as pb
-from blockplane.v1.engine_pb2_grpc import EngineStub, add_EngineServicer_to_server
-
-MODEL = ModelInfo("m", 100, 64, (1,), None, b"", GenerationDefaults())
-LAYER = pb.LayerKVSpec(name="layers.0.self_attn", num_kv_heads=1, head_dim=8, dtype="float32")
-
-
-def hello(version: int = wire.PROTOCOL_VERSION, memory: int = 1 << 20) -> pb.AttachWorkerRequest:
-    return pb.AttachWorkerRequest(
-        hello=pb.WorkerHello(
-            protocol_version=version,
-            model=wire.model_info_to_proto(MODEL),
-            layers=[LAYER],
-            available_memory=memory,
-        )
-    )
 
 
 async def talk(method: str, *messages: object) -> tuple[list[object], grpc.aio.AioRpcError]:
     """Send messages one after another's answer; returns the answers and the error that ended the stream."""
-    server = grpc.aio.server()
-    add_EngineServicer_to_server(EngineServer(Engine(load_config({}, {}))), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
     answers = []
 
     async def requests() -> AsyncIterator[object]:
@@ -43,16 +23,13 @@ async def talk(method: str, *messages: object) -> tuple[list[object], grpc.aio.A
             yield message
         await asyncio.Event().wait()
 
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            call = getattr(EngineStub(channel), method)(requests())
-            async for answer in call:
+    async with served_engine() as engine:
+        try:
+            async for answer in getattr(engine, method)(requests()):
                 answers.append(answer)
-            raise AssertionError("the stream ended without an error")
-    except grpc.aio.AioRpcError as error:
-        return answers, error
-    finally:
-        await server.stop(None)
+        except grpc.aio.AioRpcError as error:
+            return answers, error
+    raise AssertionError("the stream ended without an error")
 
 
 def run(method: str, *messages: object) -> tuple[list[object], grpc.aio.AioRpcError]:
@@ -79,22 +56,24 @@ def test_a_worker_with_too_little_memory_is_refused_with_the_numbers() -> None:
     assert "2048" in error.details()
 
 
+def test_what_the_worker_s_backend_asks_of_buckets_is_heeded() -> None:
+    _, error = run("AttachWorker", hello(rules=BucketRules(prefill_multiple_of=100)))
+    assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert "multiples of 100" in error.details()
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("num_blocks", 5), ("num_seqs_buckets", [3]), ("num_batched_tokens_buckets", [3])]
 )
 def test_a_worker_that_built_something_else_is_refused_and_both_sides_named(field: str, value: object) -> None:
-    config = load_config({}, {})
-    built = {
-        "num_blocks": (1 << 20) // 1024,
-        "num_seqs_buckets": config.num_seqs_buckets,
-        "num_batched_tokens_buckets": config.num_batched_tokens_buckets,
-    }
-    ready = pb.AttachWorkerRequest(ready=pb.WorkerReady(**{**built, field: value}))
-    answers, error = run("AttachWorker", hello(), ready)
+    ready = built()
+    ready.ClearField(field)
+    ready.MergeFrom(pb.WorkerReady(**{field: value}))
+    answers, error = run("AttachWorker", hello(), pb.AttachWorkerRequest(ready=ready))
     assert len(answers) == 1, "the configuration"
     assert error.code() == grpc.StatusCode.INTERNAL
     assert "told the worker to build" in error.details()
-    assert str(built["num_blocks"]) in error.details()
+    assert str(built().num_blocks) in error.details()
 
 
 @pytest.mark.parametrize("message", [pb.AttachWorkerRequest(), pb.AttachWorkerRequest(result=pb.StepResult(step=1))])
