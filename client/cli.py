@@ -11,7 +11,7 @@ from blockplane.client.processes import MODULES, command_line, environment
 from blockplane.client.terminal import print_json, print_text, read_prompt
 from blockplane.client.up import EXIT_INTERRUPTED, up
 from blockplane.protos.config import add_settings, load_config
-from blockplane.protos.errors import BlockplaneError
+from blockplane.protos.errors import BlockplaneError, CapacityError
 from blockplane.protos.process import EXIT_FAILED
 
 EXIT_BROKEN_PIPE = 141
@@ -33,8 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.parse_args(flags.command)
         return up(vars(flags), flags.command)
     except BlockplaneError as error:
-        print(f"blockplane {flags.subcommand}: {error}", file=sys.stderr)
+        print(f"blockplane {flags.subcommand}: {error}{_retry_hint(error)}", file=sys.stderr)
         return EXIT_FAILED
+
+
+def _retry_hint(error: BlockplaneError) -> str:
+    if isinstance(error, CapacityError) and error.retry_after_seconds is not None:
+        return f" (Room is likely in {error.retry_after_seconds:g} s.)"
+    return ""
 
 
 def _become(name: str, arguments: Sequence[str]) -> None:
@@ -68,7 +74,16 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, metavar="N", help="stop after this many (default: a full context)")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 = greedy (default: the model's own)")
     parser.add_argument("--seed", type=int, metavar="N", help="same seed, same text (default: drawn)")
+    parser.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="end the output before this text; may be given several times",
+    )
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the model's end of text")
+    parser.add_argument("--priority", type=int, default=0, metavar="N", help="less comes first (default: 0)")
+    parser.add_argument("--skip-prefix-cache", action="store_true", help="neither use cached prefixes nor leave any")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after so long (default: never)")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, with token ids")
     add_settings(parser, names=("address",))
 
@@ -92,7 +107,11 @@ def _generate(flags: argparse.Namespace) -> int:
                 max_tokens=flags.max_tokens,
                 temperature=flags.temperature,
                 seed=flags.seed,
+                stop=flags.stop or (),
                 ignore_eos=flags.ignore_eos,
+                priority=flags.priority,
+                skip_prefix_cache=flags.skip_prefix_cache,
+                timeout=flags.timeout,
             )
             show(deltas)
     except KeyboardInterrupt:

@@ -12,8 +12,10 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from blockplane.protos.channel import PEER_OPTIONS
+from blockplane.protos.delivery_wire import FINISH_REASON_FROM_PROTO
 from blockplane.protos.errors import (
     BlockplaneError,
+    CapacityError,
     DeadlineError,
     InvalidRequestError,
     ProtocolError,
@@ -21,11 +23,13 @@ from blockplane.protos.errors import (
     error_of_status,
 )
 from blockplane.protos.finish import FinishReason
-from blockplane.protos.wire import FINISH_REASON_FROM_PROTO
 from blockplane.v1 import inference_pb2 as pb
 from blockplane.v1.inference_pb2_grpc import InferenceStub
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+
+_RETRY_PUSHBACK = "grpc-retry-pushback-ms"
+"""Trailing metadata, gRPC's own: milliseconds (https://github.com/grpc/proposal, A6, "Pushback")."""
 
 _CHANNEL_OPTIONS: list[tuple[str, int]] = [
     *PEER_OPTIONS,
@@ -102,10 +106,13 @@ class Client:
         max_tokens: int | None = None,
         temperature: float | None = None,
         seed: int | None = None,
+        stop: str | Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
         request_id: str | None = None,
+        priority: int = 0,
         cache_salt: str = "",
+        skip_prefix_cache: bool = False,
         timeout: float | None = None,
     ) -> Iterator[Delta]:
         """Continue one prompt, given as text or as token ids.
@@ -116,14 +123,19 @@ class Client:
             max_tokens: output tokens at most; None = as many as the context has room for.
             temperature: 0 = greedy; None = the model's own default.
             seed: 64 bits; None = the server draws one.
+            stop: one text or several that end the output; neither they nor what follows arrives.
             stop_token_ids: ids that end the text, besides the model's.
             ignore_eos: go on past the model's end-of-text ids.
             request_id: for `abort`; unique among live requests; None = the server draws one.
+            priority: less comes first; a request that waits gains on all that come later.
             cache_salt: only requests of the same salt share cached prefixes.
-            timeout: seconds that the whole request may take; None = no limit.
+            skip_prefix_cache: neither use cached prefixes nor leave any.
+            timeout: seconds that the whole request may take, waiting included; None = no limit.
 
         Raises:
             InvalidRequestError: a value that the protocol cannot carry, at once; or that the server refuses, on `next`.
+            CapacityError: the server has no room, on `next`; `retry_after_seconds` says when it may have.
+            DeadlineError: `timeout` has passed, on `next`.
             BlockplaneError: any other refusal or failure, on `next`.
         """
         try:
@@ -131,10 +143,17 @@ class Client:
                 max_tokens=max_tokens,
                 temperature=temperature,
                 seed=seed,
+                stop=[stop] if isinstance(stop, str) else stop,
                 stop_token_ids=stop_token_ids,
                 ignore_eos=ignore_eos,
             )
-            request = pb.GenerateRequest(request_id=request_id or "", sampling_params=params, cache_salt=cache_salt)
+            request = pb.GenerateRequest(
+                request_id=request_id or "",
+                sampling_params=params,
+                priority=priority,
+                cache_salt=cache_salt,
+                skip_prefix_cache=skip_prefix_cache,
+            )
             if isinstance(prompt, str):
                 request.text = prompt
             else:
@@ -200,16 +219,29 @@ class Client:
         try:
             yield
         except grpc.RpcError as error:
-            raise self._error(error.code(), error.details() or "") from None
+            raise self._error(error) from None
 
-    def _error(self, status: grpc.StatusCode, details: str) -> BlockplaneError:
-        if status is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return DeadlineError(f"{self._address} did not answer in time; retry, or allow more time.")
+    def _error(self, failure: grpc.RpcError) -> BlockplaneError:
+        status, details = failure.code(), failure.details() or ""
         # Our servers speak in sentences; other words are gRPC's own account of a connection.
-        if status is grpc.StatusCode.UNAVAILABLE and not details.endswith("."):
-            cause = details.rpartition(": ")[2]
-            return UnavailableError(f"no server answers on {self._address} ({cause}); start it, or name another.")
-        return error_of_status(status, details)
+        if not details.endswith("."):
+            if status is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return DeadlineError(f"{self._address} did not answer in time; retry, or allow more time.")
+            if status is grpc.StatusCode.UNAVAILABLE:
+                cause = details.rpartition(": ")[2]
+                return UnavailableError(f"no server answers on {self._address} ({cause}); start it, or name another.")
+        error = error_of_status(status, details)
+        if isinstance(error, CapacityError):
+            error.retry_after_seconds = _retry_after_seconds(failure)
+        return error
+
+
+def _retry_after_seconds(failure: grpc.RpcError) -> float | None:
+    """When the server would be called again; None where it does not say, or says never, which is a negative number."""
+    for item in failure.trailing_metadata() or ():
+        if item.key == _RETRY_PUSHBACK and isinstance(item.value, str) and item.value.isdecimal():
+            return int(item.value) / 1000
+    return None
 
 
 def _delta(response: pb.GenerateResponse) -> Delta:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from itertools import repeat
 from typing import TypeAlias
 
 import grpc
 
-from blockplane.protos import wire
+from blockplane.protos import delivery_wire as wire
 from blockplane.protos.channel import PEER_OPTIONS, RECONNECT_SECONDS
 from blockplane.protos.delivery import Delivery, FrontendBatch, Submission
 from blockplane.protos.errors import BlockplaneError, UnavailableError, error_of_status
 from blockplane.protos.finish import FinishReason
 from blockplane.protos.model import ModelInfo
-from blockplane.protos.plan import Int32Array
-from blockplane.protos.sampling import SamplingParams
 from blockplane.v1 import engine_pb2 as pb
 from blockplane.v1.engine_pb2_grpc import EngineStub
 
@@ -63,6 +63,11 @@ class TokenStream:
             return token_ids, None
         return token_ids, self._outcome
 
+    async def wait_for_end(self) -> None:
+        while not self.has_ended:
+            self._filled.clear()
+            await self._filled.wait()
+
 
 class EngineLink:
     """Attaches to the engine and attaches again when the stream is lost; open streams end UNAVAILABLE meanwhile."""
@@ -80,25 +85,40 @@ class EngineLink:
         self._aborted_request_ids: list[str] = []
         self._has_news = asyncio.Event()
 
-    def open(
-        self, request_id: str, prompt_token_ids: Int32Array, params: SamplingParams, cache_salt: str = ""
-    ) -> tuple[int, TokenStream]:
-        """Submit a request. Returns the stream's id, to be closed with, and the stream. Raises UnavailableError."""
+    def open(self, submission: Submission) -> tuple[int, TokenStream]:
+        """Submit a request, under a stream id that the link draws in place of the submission's own.
+
+        Returns:
+            The stream's id, to be closed with, and the stream.
+
+        Raises:
+            UnavailableError: there is no engine to send it to.
+        """
         if not self._attached:
             raise UnavailableError("the frontend is not attached to the engine; retry once health is SERVING.")
         stream_id, stream = self._next_stream_id, TokenStream()
         self._next_stream_id += 1
         self._streams[stream_id] = stream
-        self._submissions.append(Submission(stream_id, request_id, prompt_token_ids, params, cache_salt))
+        self._submissions.append(replace(submission, stream_id=stream_id))
         self._has_news.set()
         return stream_id, stream
+
+    async def stop(self, stream_id: int) -> None:
+        """End a request whose client has all that it wants, and wait until the engine says what the end tells."""
+        stream = self._streams[stream_id]
+        if not stream.has_ended:
+            self._abort_stream(stream_id)
+            await stream.wait_for_end()
 
     def close(self, stream_id: int) -> None:
         """The call is over; if the request is not, it is aborted."""
         stream = self._streams.pop(stream_id, None)
         if stream is not None and not stream.has_ended:
-            self._aborted_stream_ids.append(stream_id)
-            self._has_news.set()
+            self._abort_stream(stream_id)
+
+    def _abort_stream(self, stream_id: int) -> None:
+        self._aborted_stream_ids.append(stream_id)
+        self._has_news.set()
 
     def abort(self, request_ids: list[str]) -> None:
         """Ask for the end of requests, whichever frontend they came through."""
@@ -147,7 +167,8 @@ class EngineLink:
     def _deliver(self, delivery: Delivery) -> None:
         token_ids = delivery.token_ids.tolist()
         start = 0
-        for stream_id, num_tokens in zip(delivery.stream_ids.tolist(), delivery.num_tokens.tolist(), strict=True):
+        counts = repeat(1) if delivery.num_tokens is None else delivery.num_tokens.tolist()
+        for stream_id, num_tokens in zip(delivery.stream_ids.tolist(), counts, strict=False):
             stream = self._streams.get(stream_id)
             if stream is not None:
                 stream.put(token_ids[start : start + num_tokens])

@@ -15,10 +15,14 @@ WAIT_SECONDS = 60.0
 
 @dataclass
 class FakeInference(InferenceServicer):
-    """Streams `responses`, then ends as `failure` says, or goes on until the client leaves if `endless`."""
+    """Streams `responses`, then goes on until the client leaves if `endless`, or ends as `failure` says.
+
+    A failure brings `trailing_metadata` along.
+    """
 
     responses: tuple[pb.GenerateResponse, ...] = ()
     failure: tuple[grpc.StatusCode, str] | None = None
+    trailing_metadata: tuple[tuple[str, str], ...] = ()
     endless: bool = False
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -28,6 +32,7 @@ class FakeInference(InferenceServicer):
         self.requests.append(request)
         yield from self.responses
         if self.failure is not None:
+            context.set_trailing_metadata(self.trailing_metadata)
             context.abort(*self.failure)
         if self.endless:
             context.add_callback(self.cancelled.set)

@@ -62,9 +62,24 @@ def test_flags_become_sampling_parameters(story_server: FakeServer):
     assert story_server.inference.requests == [pb.GenerateRequest(text="hi", sampling_params=params)]
 
 
+def test_flags_become_what_is_asked_of_the_scheduler(story_server: FakeServer):
+    generate(story_server, "hi", "--stop", "END", "--stop=\n", "--priority", "-5", "--skip-prefix-cache")
+    params = pb.SamplingParams(stop=["END", "\n"])
+    assert story_server.inference.requests == [
+        pb.GenerateRequest(text="hi", sampling_params=params, priority=-5, skip_prefix_cache=True)
+    ]
+
+
+def test_a_timeout_that_passes_is_one_sentence_and_exit_1(fake_server: FakeServer, capsys):
+    fake_server.inference.endless = True
+    assert generate(fake_server, "hi", "--timeout", "0.3") == 1
+    assert "did not answer in time" in capsys.readouterr().err
+    assert fake_server.inference.cancelled.wait(WAIT_SECONDS)
+
+
 def test_flags_not_given_leave_the_choice_to_the_model(story_server: FakeServer):
     generate(story_server, "hi")
-    assert story_server.inference.requests[0].sampling_params == pb.SamplingParams()
+    assert story_server.inference.requests == [pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams())]
 
 
 def test_a_dash_reads_the_prompt_from_standard_input_unchanged(story_server: FakeServer, monkeypatch):
@@ -83,6 +98,13 @@ def test_a_refusal_is_one_sentence_and_exit_1(fake_server: FakeServer, capsys):
     fake_server.inference.failure = (grpc.StatusCode.INVALID_ARGUMENT, "max_tokens is 0; ask for at least 1 token.")
     assert generate(fake_server, "hi") == 1
     assert capsys.readouterr() == ("", "blockplane generate: max_tokens is 0; ask for at least 1 token.\n")
+
+
+def test_a_refusal_says_when_there_may_be_room(fake_server: FakeServer, capsys):
+    fake_server.inference.failure = (grpc.StatusCode.RESOURCE_EXHAUSTED, "it is full; retry.")
+    fake_server.inference.trailing_metadata = (("grpc-retry-pushback-ms", "1500"),)
+    assert generate(fake_server, "hi") == 1
+    assert capsys.readouterr().err == "blockplane generate: it is full; retry. (Room is likely in 1.5 s.)\n"
 
 
 def test_no_server_is_one_sentence_and_exit_1(free_address: str, capsys):

@@ -12,6 +12,7 @@ from blockplane.protos.errors import (
     AbortedError,
     BlockplaneError,
     CapacityError,
+    DeadlineError,
     DuplicateError,
     InvalidRequestError,
     ProtocolError,
@@ -80,15 +81,34 @@ def test_every_argument_reaches_the_server(fake_server: FakeServer):
                 max_tokens=9,
                 temperature=0.0,
                 seed=0,
+                stop=("END", "\n\n"),
                 stop_token_ids=(5, 6),
                 ignore_eos=True,
                 request_id="mine",
+                priority=-7,
+                cache_salt="s",
+                skip_prefix_cache=True,
             )
         )
-    params = pb.SamplingParams(max_tokens=9, temperature=0.0, seed=0, stop_token_ids=[5, 6], ignore_eos=True)
+    params = pb.SamplingParams(
+        max_tokens=9, temperature=0.0, seed=0, stop=["END", "\n\n"], stop_token_ids=[5, 6], ignore_eos=True
+    )
     assert fake_server.inference.requests == [
-        pb.GenerateRequest(request_id="mine", token_ids=pb.TokenIds(ids=[3, 1, 4]), sampling_params=params)
+        pb.GenerateRequest(
+            request_id="mine",
+            token_ids=pb.TokenIds(ids=[3, 1, 4]),
+            sampling_params=params,
+            priority=-7,
+            cache_salt="s",
+            skip_prefix_cache=True,
+        )
     ]
+
+
+def test_one_stop_text_is_one_text_not_its_letters(fake_server: FakeServer):
+    with Client(fake_server.address) as client:
+        list(client.generate("hi", stop="END"))
+    assert fake_server.inference.requests[0].sampling_params.stop == ["END"]
 
 
 def test_an_empty_prompt_of_ids_is_still_a_prompt_of_ids(fake_server: FakeServer):
@@ -103,6 +123,7 @@ def test_an_empty_prompt_of_ids_is_still_a_prompt_of_ids(fake_server: FakeServer
         (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequestError),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, CapacityError),
         (grpc.StatusCode.UNAVAILABLE, UnavailableError),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, DeadlineError),
         (grpc.StatusCode.ALREADY_EXISTS, DuplicateError),
         (grpc.StatusCode.CANCELLED, AbortedError),
         (grpc.StatusCode.INTERNAL, BlockplaneError),
@@ -116,6 +137,25 @@ def test_a_status_becomes_its_error_with_the_servers_sentence(fake_server: FakeS
         received.extend(client.generate("hi"))
     assert type(caught.value) is error
     assert str(caught.value) == "the lamp is out; light it."
+
+
+@pytest.mark.parametrize(
+    ("metadata", "seconds"),
+    [
+        ((("other", "5"), ("grpc-retry-pushback-ms", "1500")), 1.5),
+        ((("grpc-retry-pushback-ms", "0"),), 0.0),
+        ((), None),
+        ((("grpc-retry-pushback-ms", "-1"),), None),
+        ((("grpc-retry-pushback-ms", "soon"),), None),
+    ],
+    ids=["said", "at once", "not said", "never", "garbled"],
+)
+def test_a_server_without_room_says_when_to_call_again(fake_server: FakeServer, metadata, seconds):
+    fake_server.inference.failure = (grpc.StatusCode.RESOURCE_EXHAUSTED, "it is full; retry.")
+    fake_server.inference.trailing_metadata = metadata
+    with Client(fake_server.address) as client, pytest.raises(CapacityError, match=r"^it is full; retry\.$") as caught:
+        list(client.generate("hi"))
+    assert caught.value.retry_after_seconds == seconds
 
 
 def test_no_server_is_an_unavailable_error_that_names_the_address(free_address: str):
@@ -133,7 +173,7 @@ def test_a_web_proxy_in_the_environment_is_not_on_the_way(fake_server: FakeServe
 def test_a_timeout_ends_the_request_at_the_server_too(fake_server: FakeServer):
     fake_server.inference.endless = True
     with Client(fake_server.address) as client:
-        with pytest.raises(BlockplaneError, match="in time"):
+        with pytest.raises(DeadlineError, match="in time"):
             list(client.generate("hi", timeout=0.3))
         assert fake_server.inference.cancelled.wait(WAIT_SECONDS)
 

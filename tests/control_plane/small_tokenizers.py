@@ -31,10 +31,12 @@ class SmallTokenizer:
     bytes_of: tuple[bytes, ...]
     strips_first_space: bool = False
 
-    def text(self, bos_token_id: int | None = None) -> Text:
+    def model(self, bos_token_id: int | None = None) -> ModelInfo:
         json = zlib.compress(self.tokenizer.to_str().encode())
-        model = ModelInfo("small", len(self.bytes_of), 1024, (), bos_token_id, json, GenerationDefaults())
-        return Text(model)
+        return ModelInfo("small", len(self.bytes_of), 1024, (), bos_token_id, json, GenerationDefaults())
+
+    def text(self, bos_token_id: int | None = None) -> Text:
+        return Text(self.model(bos_token_id))
 
     def id_of(self, piece: bytes) -> int:
         """The id of the token with these bytes; of a word rather than of a byte that means the same."""

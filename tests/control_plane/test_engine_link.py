@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from itertools import chain
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
+from scripted_engine import SECONDS, Linked
 
-from blockplane.control_plane.frontend.engine_link import EngineLink, TokenStream
-from blockplane.protos import wire
-from blockplane.protos.channel import PEER_OPTIONS
-from blockplane.protos.delivery import Delivery, Ending, FrontendBatch, ServingState
+from blockplane.control_plane.frontend.engine_link import TokenStream
+from blockplane.protos.delivery import Ending, FrontendBatch, Submission
 from blockplane.protos.errors import AbortedError, BlockplaneError, ProtocolError, UnavailableError
-from blockplane.protos.model import GenerationDefaults, ModelInfo
 from blockplane.protos.sampling import SamplingParams
-from blockplane.v1 import engine_pb2 as pb
-from blockplane.v1.engine_pb2_grpc import EngineServicer, add_EngineServicer_to_server
 
-MODEL = ModelInfo("m", 100, 64, (1,), None, b"z", GenerationDefaults())
 PROMPT = np.array([4, 5], np.int32)
 PARAMS = SamplingParams(max_tokens=3)
-SECONDS = 10
+
+
+def request(request_id: str) -> Submission:
+    return Submission(0, request_id, PROMPT, PARAMS, priority=-3, timeout_seconds=1.5, skip_prefix_cache=True)
 
 
 # -- one stream --------------------------------------------------------------------------------------------------------
@@ -90,62 +87,6 @@ def test_a_taker_waits_for_news() -> None:
 # -- the link ----------------------------------------------------------------------------------------------------------
 
 
-class ScriptedEngine(EngineServicer):
-    """Collects what the frontend sends and sends what the test puts; None ends the stream, an error refuses it."""
-
-    def __init__(self) -> None:
-        self.batches: asyncio.Queue[FrontendBatch] = asyncio.Queue()
-        self.to_send: asyncio.Queue[Delivery | BlockplaneError | None] = asyncio.Queue()
-
-    async def AttachFrontend(  # noqa: N802 - named by the .proto
-        self, request_iterator: AsyncIterator[pb.AttachFrontendRequest], context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[pb.AttachFrontendResponse]:
-        reader = asyncio.create_task(self._read(request_iterator))
-        try:
-            while (item := await self.to_send.get()) is not None:
-                if isinstance(item, BlockplaneError):
-                    await context.abort(item.status, str(item))
-                yield wire.delivery_to_proto(item)
-        finally:
-            reader.cancel()
-
-    async def _read(self, batches: AsyncIterator[pb.AttachFrontendRequest]) -> None:
-        async for batch in batches:
-            self.batches.put_nowait(wire.frontend_batch_from_proto(batch))
-
-    async def next_batch(self) -> FrontendBatch:
-        return await asyncio.wait_for(self.batches.get(), SECONDS)
-
-
-class Linked:
-    """A scripted engine, a link that runs against it, and the models that the link told of."""
-
-    def __init__(self, folder: Path) -> None:
-        self.address = f"unix:{folder}/engine.sock"
-        self.engine = ScriptedEngine()
-        self.models: asyncio.Queue[ModelInfo | None] = asyncio.Queue()
-        self.link = EngineLink(self.address, self.models.put)
-        self.running = asyncio.create_task(self.link.run())
-
-    async def listen(self) -> None:
-        self.server = grpc.aio.server(options=PEER_OPTIONS)
-        add_EngineServicer_to_server(self.engine, self.server)
-        self.server.add_insecure_port(self.address)
-        await self.server.start()
-
-    async def attach(self) -> None:
-        self.engine.to_send.put_nowait(Delivery(serving=ServingState(MODEL)))
-        assert await self.next_model() == MODEL
-        assert await self.engine.next_batch() == FrontendBatch()
-
-    async def next_model(self) -> ModelInfo | None:
-        return await asyncio.wait_for(self.models.get(), SECONDS)
-
-    def deliver(self, tokens: dict[int, list[int]], *endings: Ending) -> None:
-        columns = [*tokens], [len(ids) for ids in tokens.values()], [*chain(*tokens.values())]
-        self.engine.to_send.put_nowait(Delivery(*(np.array(column, np.int32) for column in columns), endings))
-
-
 Scenario = Callable[[Linked], Awaitable[None]]
 
 
@@ -159,9 +100,7 @@ def play(tmp_path: Path) -> Callable[[Scenario], None]:
         try:
             await scenario(linked)
         finally:
-            linked.running.cancel()
-            await asyncio.gather(linked.running, return_exceptions=True)
-            await linked.server.stop(0)
+            await linked.stop()
 
     return lambda scenario: asyncio.run(main(scenario))
 
@@ -170,7 +109,7 @@ def test_nothing_can_be_submitted_before_the_engine_has_said_what_it_serves(play
     async def scenario(linked: Linked) -> None:
         await linked.engine.next_batch()
         with pytest.raises(UnavailableError):
-            linked.link.open("a", PROMPT, PARAMS)
+            linked.link.open(request("a"))
 
     play(scenario)
 
@@ -178,11 +117,12 @@ def test_nothing_can_be_submitted_before_the_engine_has_said_what_it_serves(play
 def test_each_stream_gets_its_own_tokens_and_its_end(play: Callable[[Scenario], None]) -> None:
     async def scenario(linked: Linked) -> None:
         await linked.attach()
-        (first_id, first), (second_id, second) = (linked.link.open(name, PROMPT, PARAMS) for name in "ab")
+        (first_id, first), (second_id, second) = (linked.link.open(request(name)) for name in "ab")
         batch = await linked.engine.next_batch()
         assert [(item.stream_id, item.request_id) for item in batch.submissions] == [(first_id, "a"), (second_id, "b")]
         assert [item.prompt_token_ids.tolist() for item in batch.submissions] == [[4, 5], [4, 5]]
-        assert batch.submissions[0].params == PARAMS
+        submission = replace(batch.submissions[0], stream_id=0, prompt_token_ids=PROMPT)
+        assert submission == request("a"), "all but the stream's id is as it was asked"
         linked.deliver({second_id: [7], 999: [8, 9], first_id: [1, 2]}, Ending(999, "stop"), Ending(first_id, "stop"))
         assert await _take_all(first) == [([1, 2], "stop")]
         assert await asyncio.wait_for(second.take(), SECONDS) == ([7], None)
@@ -193,7 +133,7 @@ def test_each_stream_gets_its_own_tokens_and_its_end(play: Callable[[Scenario], 
 def test_closing_aborts_a_stream_that_has_not_ended_and_only_such(play: Callable[[Scenario], None]) -> None:
     async def scenario(linked: Linked) -> None:
         await linked.attach()
-        (first_id, first), (second_id, _) = (linked.link.open(name, PROMPT, PARAMS) for name in "ab")
+        (first_id, first), (second_id, _) = (linked.link.open(request(name)) for name in "ab")
         await linked.engine.next_batch()
         linked.deliver({}, Ending(first_id, "stop"))
         await _take_all(first)
@@ -206,10 +146,59 @@ def test_closing_aborts_a_stream_that_has_not_ended_and_only_such(play: Callable
     play(scenario)
 
 
+def test_stopping_waits_for_the_end_that_the_engine_tells_and_aborts_once(play: Callable[[Scenario], None]) -> None:
+    async def scenario(linked: Linked) -> None:
+        await linked.attach()
+        stream_id, stream = linked.link.open(request("a"))
+        await linked.engine.next_batch()
+        linked.deliver({stream_id: [7]})
+        await asyncio.wait_for(stream.take(), SECONDS)
+        stopping = asyncio.create_task(linked.link.stop(stream_id))
+        assert await linked.engine.next_batch() == FrontendBatch(aborted_stream_ids=(stream_id,))
+        linked.deliver({stream_id: [8]})
+        await asyncio.sleep(0.05)
+        assert not stopping.done(), "a late token is no end"
+        linked.deliver({}, Ending(stream_id, AbortedError("ended."), num_cached_tokens=2))
+        await asyncio.wait_for(stopping, SECONDS)
+        assert stream.num_cached_tokens == 2
+        linked.link.close(stream_id)
+        linked.link.abort(["c"])
+        assert await linked.engine.next_batch() == FrontendBatch(aborted_request_ids=("c",))
+
+    play(scenario)
+
+
+def test_stopping_a_stream_that_has_ended_aborts_nothing(play: Callable[[Scenario], None]) -> None:
+    async def scenario(linked: Linked) -> None:
+        await linked.attach()
+        stream_id, stream = linked.link.open(request("a"))
+        await linked.engine.next_batch()
+        linked.deliver({}, Ending(stream_id, "length"))
+        await _take_all(stream)
+        await asyncio.wait_for(linked.link.stop(stream_id), SECONDS)
+        linked.link.abort(["c"])
+        assert await linked.engine.next_batch() == FrontendBatch(aborted_request_ids=("c",))
+
+    play(scenario)
+
+
+def test_stopping_ends_with_a_lost_engine(play: Callable[[Scenario], None]) -> None:
+    async def scenario(linked: Linked) -> None:
+        await linked.attach()
+        stream_id, _ = linked.link.open(request("a"))
+        await linked.engine.next_batch()
+        stopping = asyncio.create_task(linked.link.stop(stream_id))
+        await linked.engine.next_batch()
+        linked.engine.to_send.put_nowait(None)
+        await asyncio.wait_for(stopping, SECONDS)
+
+    play(scenario)
+
+
 def test_a_lost_engine_ends_open_streams_and_is_dialed_again(play: Callable[[Scenario], None]) -> None:
     async def scenario(linked: Linked) -> None:
         await linked.attach()
-        old_id, old = linked.link.open("a", PROMPT, PARAMS)
+        old_id, old = linked.link.open(request("a"))
         await linked.engine.next_batch()
         linked.deliver({old_id: [1]})
         assert await asyncio.wait_for(old.take(), SECONDS) == ([1], None)
@@ -217,11 +206,11 @@ def test_a_lost_engine_ends_open_streams_and_is_dialed_again(play: Callable[[Sce
         assert isinstance((await _take_all(old))[-1], UnavailableError)
         assert await linked.next_model() is None
         with pytest.raises(UnavailableError):
-            linked.link.open("b", PROMPT, PARAMS)
+            linked.link.open(request("b"))
         linked.link.close(old_id)
         await linked.listen()
         await linked.attach()
-        new_id, new = linked.link.open("a", PROMPT, PARAMS)
+        new_id, new = linked.link.open(request("a"))
         assert new_id != old_id
         assert [item.stream_id for item in (await linked.engine.next_batch()).submissions] == [new_id]
         linked.deliver({old_id: [6], new_id: [5]}, Ending(new_id, "length"))

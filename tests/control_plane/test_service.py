@@ -1,0 +1,341 @@
+"""The client service over real sockets, before an engine that does as the test says: what is refused, sent and told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from scripted_engine import SECONDS, Linked
+from small_tokenizers import byte_level
+
+from blockplane.client.client import Client
+from blockplane.control_plane.frontend.service import InferenceService
+from blockplane.control_plane.frontend.text import Text
+from blockplane.protos.delivery import Ending, FrontendBatch, Submission
+from blockplane.protos.errors import AbortedError, CapacityError, DeadlineError
+from blockplane.v1 import inference_pb2 as pb
+from blockplane.v1.inference_pb2_grpc import InferenceStub, add_InferenceServicer_to_server
+
+SMALL = byte_level()
+MODEL = SMALL.model()
+TEXT = Text(MODEL)
+VOCAB_SIZE = MODEL.vocab_size
+PROMPT = pb.TokenIds(ids=[1, 2, 3])
+
+GenerateCall = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
+
+
+class Service(Linked):
+    """The service on its own socket, linked to the scripted engine, and a stub that calls it."""
+
+    async def start(self, folder: Path) -> None:
+        await self.listen()
+        self.client_address = f"unix:{folder}/frontend.sock"
+        service = InferenceService(self.link)
+        service.serve_model((MODEL, TEXT))
+        self.frontend = grpc.aio.server()
+        add_InferenceServicer_to_server(service, self.frontend)
+        self.frontend.add_insecure_port(self.client_address)
+        await self.frontend.start()
+        self.channel = grpc.aio.insecure_channel(self.client_address)
+        self.stub = InferenceStub(self.channel)
+        await self.attach()
+
+    async def stop(self) -> None:
+        await self.channel.close()
+        await self.frontend.stop(0)
+        await super().stop()
+
+    async def submit(self, timeout: float | None = None, **fields: Any) -> tuple[GenerateCall, Submission]:
+        """A call that has reached the engine, and as what."""
+        call = self.stub.Generate(pb.GenerateRequest(token_ids=PROMPT, **fields), timeout=timeout)
+        (submission,) = (await self.engine.next_batch()).submissions
+        return call, submission
+
+    def deliver_text(self, stream_id: int, text: str, *endings: Ending) -> None:
+        """The text as one token a byte."""
+        self.deliver({stream_id: ids_of(text)}, *endings)
+
+
+Scenario = Callable[[Service], Awaitable[None]]
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Callable[[Scenario], None]:
+    async def main(scenario: Scenario) -> None:
+        service = Service(tmp_path)
+        await service.start(tmp_path)
+        try:
+            await scenario(service)
+        finally:
+            await service.stop()
+
+    return lambda scenario: asyncio.run(main(scenario))
+
+
+def ids_of(text: str) -> list[int]:
+    return SMALL.ids(*(bytes([byte]) for byte in text.encode()))
+
+
+def stopping_at(*stop_texts: str) -> pb.SamplingParams:
+    return pb.SamplingParams(stop=stop_texts)
+
+
+async def next_response(call: GenerateCall) -> pb.GenerateResponse:
+    response = await asyncio.wait_for(call.read(), SECONDS)
+    assert isinstance(response, pb.GenerateResponse), "the call has not ended"
+    return response
+
+
+async def failure_of(call: GenerateCall) -> grpc.aio.AioRpcError:
+    async def read_all(responses: AsyncIterator[pb.GenerateResponse]) -> None:
+        async for _ in responses:
+            pass
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asyncio.wait_for(read_all(call.__aiter__()), SECONDS)
+    return caught.value
+
+
+# -- stop texts --------------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_text_ends_the_stream_and_the_engines_request(play: Callable[[Scenario], None]) -> None:
+    async def scenario(service: Service) -> None:
+        call, submission = await service.submit(sampling_params=stopping_at("b,c"))
+        service.deliver_text(submission.stream_id, "ab")
+        response = await next_response(call)
+        assert (list(response.token_ids), response.text) == (ids_of("ab"), "a")
+        service.deliver_text(submission.stream_id, ",cde")
+        assert await service.engine.next_batch() == FrontendBatch(aborted_stream_ids=(submission.stream_id,))
+        service.deliver_text(submission.stream_id, "f", Ending(submission.stream_id, AbortedError("left."), 2))
+        assert await next_response(call) == pb.GenerateResponse(
+            request_id=submission.request_id,
+            token_ids=ids_of(",c"),
+            finish_reason=pb.FINISH_REASON_STOP,
+            usage=pb.Usage(num_prompt_tokens=3, num_output_tokens=4, num_cached_tokens=2),
+        )
+        assert await asyncio.wait_for(call.read(), SECONDS) is grpc.aio.EOF
+        assert await call.code() is grpc.StatusCode.OK
+
+    play(scenario)
+
+
+def test_nothing_of_a_stop_text_that_comes_letter_by_letter_is_sent(play: Callable[[Scenario], None]) -> None:
+    async def scenario(service: Service) -> None:
+        call, submission = await service.submit(sampling_params=stopping_at("DEFGHIJ"))
+        stream_id, texts = submission.stream_id, []
+        for letter in "ABCDEFGHI":
+            service.deliver_text(stream_id, letter)
+            texts.append((await next_response(call)).text)
+        assert texts == ["A", "B", "C", *[""] * 6]
+        service.deliver_text(stream_id, "J")
+        await service.engine.next_batch()
+        service.deliver_text(stream_id, "", Ending(stream_id, AbortedError("left.")))
+        last = await next_response(call)
+        assert (last.text, last.finish_reason) == ("", pb.FINISH_REASON_STOP)
+        assert last.usage.num_output_tokens == 10
+
+    play(scenario)
+
+
+def test_a_near_miss_is_sent_whole(play: Callable[[Scenario], None]) -> None:
+    async def scenario(service: Service) -> None:
+        call, submission = await service.submit(sampling_params=stopping_at("DEFGHIJ"))
+        service.deliver_text(submission.stream_id, "ABCDEFGHI")
+        assert (await next_response(call)).text == "ABC"
+        service.deliver_text(submission.stream_id, "X")
+        assert (await next_response(call)).text == "DEFGHIX"
+
+    play(scenario)
+
+
+def test_text_that_is_held_when_the_request_ends_by_itself_is_sent(play: Callable[[Scenario], None]) -> None:
+    async def scenario(service: Service) -> None:
+        call, submission = await service.submit(sampling_params=stopping_at("DEFGHIJ"))
+        service.deliver_text(submission.stream_id, "ABCDEF", Ending(submission.stream_id, "length"))
+        response = await next_response(call)
+        assert (response.text, response.finish_reason) == ("ABCDEF", pb.FINISH_REASON_LENGTH)
+
+    play(scenario)
+
+
+def test_a_stop_text_counts_before_a_limit_that_the_same_token_reaches(play: Callable[[Scenario], None]) -> None:
+    async def scenario(service: Service) -> None:
+        call, submission = await service.submit(sampling_params=stopping_at("c"))
+        service.deliver_text(submission.stream_id, "abc", Ending(submission.stream_id, "length", 1))
+        response = await next_response(call)
+        assert (response.text, response.finish_reason) == ("ab", pb.FINISH_REASON_STOP)
+        assert (response.usage.num_output_tokens, response.usage.num_cached_tokens) == (3, 1)
+        _, following = await service.submit()
+        assert following.stream_id != submission.stream_id, "and nothing was aborted in between"
+
+    play(scenario)
+
+
+# -- what the engine is asked ------------------------------------------------------------------------------------------
+
+
+def test_the_calls_deadline_is_the_requests(play: Callable[[Scenario], None]) -> None:
+    async def scenario(service: Service) -> None:
+        _, submission = await service.submit(timeout=100)
+        assert submission.timeout_seconds is not None
+        assert 90 < submission.timeout_seconds <= 100
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("timeout", [None, 50_000_000.0], ids=["none", "beyond a year"])
+def test_a_call_without_a_deadline_has_none_at_the_engine(
+    play: Callable[[Scenario], None], timeout: float | None
+) -> None:
+    async def scenario(service: Service) -> None:
+        _, submission = await service.submit(timeout=timeout)
+        assert submission.timeout_seconds is None
+
+    play(scenario)
+
+
+def test_an_overdue_request_ends_with_the_engines_sentence(play: Callable[[Scenario], None]) -> None:
+    async def scenario(service: Service) -> None:
+        call, submission = await service.submit(timeout=100)
+        service.deliver({}, Ending(submission.stream_id, DeadlineError("it was late; allow more.")))
+        error = await failure_of(call)
+        assert (error.code(), error.details()) == (grpc.StatusCode.DEADLINE_EXCEEDED, "it was late; allow more.")
+
+    play(scenario)
+
+
+def test_a_deadline_that_passes_aborts_the_engines_request(play: Callable[[Scenario], None]) -> None:
+    async def scenario(service: Service) -> None:
+        call, submission = await service.submit(timeout=0.2)
+        assert await service.engine.next_batch() == FrontendBatch(aborted_stream_ids=(submission.stream_id,))
+        assert (await failure_of(call)).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("priority", [-1000, 0, 1000])
+def test_priority_salt_and_opting_out_of_the_prefix_cache_reach_the_engine(
+    play: Callable[[Scenario], None], priority: int
+) -> None:
+    async def scenario(service: Service) -> None:
+        _, submission = await service.submit(
+            request_id="mine", priority=priority, cache_salt="s", skip_prefix_cache=True
+        )
+        assert (submission.request_id, submission.priority, submission.num_samples) == ("mine", priority, 1)
+        assert (submission.cache_salt, submission.skip_prefix_cache) == ("s", True)
+        _, plain = await service.submit()
+        assert (plain.cache_salt, plain.skip_prefix_cache, plain.priority) == ("", False, 0)
+
+    play(scenario)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({}, "the request has no prompt"),
+        ({"text": ""}, "the prompt's text holds no token"),
+        ({"token_ids": pb.TokenIds()}, "the prompt's token_ids holds no token"),
+        ({"token_ids": pb.TokenIds(ids=[-1])}, "prompt holds -1;"),
+        ({"token_ids": pb.TokenIds(ids=[VOCAB_SIZE])}, f"prompt holds {VOCAB_SIZE};"),
+        ({"token_ids": pb.TokenIds(ids=[2**63 - 1])}, "prompt holds 9223372036854775807;"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids holds -1;"),
+        ({"stop_token_ids": [VOCAB_SIZE]}, f"stop_token_ids holds {VOCAB_SIZE};"),
+        ({"stop_token_ids": [2**63 - 1]}, "stop_token_ids holds 9223372036854775807;"),
+        ({"stop": [""]}, "stop holds an empty text;"),
+        ({"stop": ["x"] * 17}, "stop holds 17 texts;"),
+        ({"stop": ["x" * 257]}, "stop holds a text of 257 characters;"),
+        ({"token_ids": PROMPT, "priority": 1001}, "priority is 1001;"),
+        ({"token_ids": PROMPT, "priority": -(2**31)}, "priority is -2147483648;"),
+    ],
+)
+def test_a_senseless_request_is_refused_by_its_field_and_disturbs_nobody(
+    play: Callable[[Scenario], None], fields: dict[str, Any], sentence: str
+) -> None:
+    async def scenario(service: Service) -> None:
+        mate, submission = await service.submit()
+        if fields.keys() & {"stop", "stop_token_ids"}:
+            request = pb.GenerateRequest(token_ids=PROMPT, sampling_params=pb.SamplingParams(**fields))
+        else:
+            request = pb.GenerateRequest(**fields)
+        error = await failure_of(service.stub.Generate(request))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (error.details() or "").startswith(sentence)
+        service.deliver_text(submission.stream_id, "ok", Ending(submission.stream_id, "length"))
+        assert (await next_response(mate)).text == "ok"
+        _, following = await service.submit()
+        assert following.stream_id == submission.stream_id + 1, "the engine never heard of it"
+
+    play(scenario)
+
+
+def test_a_refusal_for_want_of_room_tells_when_to_call_again(play: Callable[[Scenario], None]) -> None:
+    async def scenario(service: Service) -> None:
+        call, submission = await service.submit()
+        service.deliver({}, Ending(submission.stream_id, CapacityError("it is full; retry.", 1.2501)))
+        error = await failure_of(call)
+        assert (error.code(), error.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "it is full; retry.")
+        assert list(error.trailing_metadata()) == [("grpc-retry-pushback-ms", "1251")]
+
+    play(scenario)
+
+
+def test_a_refusal_that_waiting_does_not_help_tells_no_time(play: Callable[[Scenario], None]) -> None:
+    async def scenario(service: Service) -> None:
+        call, submission = await service.submit()
+        service.deliver({}, Ending(submission.stream_id, CapacityError("it never fits; ask for less.")))
+        assert list((await failure_of(call)).trailing_metadata()) == []
+
+    play(scenario)
+
+
+def test_our_client_is_told_when_to_call_again(play: Callable[[Scenario], None]) -> None:
+    async def scenario(service: Service) -> None:
+        def call() -> CapacityError:
+            with Client(service.client_address) as client, pytest.raises(CapacityError) as refused:
+                list(client.generate([1, 2], stop="x", priority=7))
+            return refused.value
+
+        calling = asyncio.create_task(asyncio.to_thread(call))
+        (submission,) = (await service.engine.next_batch()).submissions
+        assert submission.priority == 7
+        service.deliver({}, Ending(submission.stream_id, CapacityError("it is full; retry.", 1.5)))
+        assert (await asyncio.wait_for(calling, SECONDS)).retry_after_seconds == 1.5
+
+    play(scenario)
+
+
+def test_a_grpc_channel_that_may_retry_does_so_when_it_was_told_to(play: Callable[[Scenario], None]) -> None:
+    """The backoff of the channel's own policy would be a minute."""
+    policy = {
+        "maxAttempts": 2,
+        "initialBackoff": "60s",
+        "maxBackoff": "60s",
+        "backoffMultiplier": 1,
+        "retryableStatusCodes": ["RESOURCE_EXHAUSTED"],
+    }
+    config = json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": policy}]})
+
+    async def scenario(service: Service) -> None:
+        options = [("grpc.service_config", config)]
+        async with grpc.aio.insecure_channel(service.client_address, options=options) as channel:
+            call = InferenceStub(channel).Generate(pb.GenerateRequest(token_ids=PROMPT))
+            (first,) = (await service.engine.next_batch()).submissions
+            service.deliver({}, Ending(first.stream_id, CapacityError("it is full; retry.", 0.2)))
+            refused_at = time.monotonic()
+            (second,) = (await service.engine.next_batch()).submissions
+            assert time.monotonic() - refused_at >= 0.19
+            service.deliver_text(second.stream_id, "ok", Ending(second.stream_id, "length"))
+            assert (await next_response(call)).text == "ok"
+
+    play(scenario)
