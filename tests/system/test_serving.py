@@ -17,7 +17,7 @@ from blockplane.protos.errors import AbortedError, CapacityError, DeadlineError,
 BLOCK_SIZE = 16
 SEGMENT = 64
 WINDOW = 48
-USABLE_BLOCKS = 130
+USABLE_BLOCKS = 265
 """Too few for the 64 requests below, so that rows give way and resume."""
 
 
