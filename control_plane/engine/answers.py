@@ -4,18 +4,17 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from blockplane.control_plane.engine.kv_blocks import KVBlocks
 from blockplane.control_plane.engine.request import Request
 from blockplane.control_plane.engine.rows import Rows
 from blockplane.control_plane.engine.step import Finished, InFlight, Segment, StepOutputs
+from blockplane.control_plane.engine.stops import BoolArray, Stops
 from blockplane.control_plane.engine.waiting import WaitingQueue
 from blockplane.protos.errors import BlockplaneError, ModelOutputError, ProtocolError
 from blockplane.protos.finish import FinishReason, finish_reason
 from blockplane.protos.plan import Int32Array, IntArray, StepResult
 
-BoolArray: TypeAlias = NDArray[np.bool_]
 Outcome: TypeAlias = FinishReason | BlockplaneError
 
 
@@ -27,43 +26,12 @@ class Answers:
         rows: Rows,
         blocks: KVBlocks,
         waiting: WaitingQueue,
-        vocab_size: int,
-        eos_token_ids: tuple[int, ...],
+        stops: Stops,
         end: Callable[[Request], None],
     ) -> None:
         """`end` takes a request out of rows and queue."""
-        self._rows, self._blocks, self._waiting, self._end = rows, blocks, waiting, end
-        self._eos_token_ids = eos_token_ids
+        self._rows, self._blocks, self._waiting, self._stops, self._end = rows, blocks, waiting, stops, end
         self._capacity = blocks.capacity
-        self._vocab_size = vocab_size
-        # How many rows have each token id among their stops; ends of text stop nearly everyone.
-        self._num_stops = np.zeros(vocab_size, np.int32)
-        # An id that the model's logits do not reach ends nothing.
-        self._num_stops[[token_id for token_id in eos_token_ids if token_id < vocab_size]] = 1
-        # Whether an answered id is one to look at, at id + 1, so that one gather tells for all rows: it stops somebody,
-        # or is none of the model's. Ids below -1 count from the table's end.
-        self._is_to_see = np.ones(2 * vocab_size + 2, bool)
-        self._is_to_see[1 : vocab_size + 1] = self._num_stops > 0
-
-    def expect_stops(self, request: Request) -> None:
-        """A request has a row from now on."""
-        for token_id in request.params.stop_token_ids:
-            self._num_stops[token_id] += 1
-            self._is_to_see[token_id + 1] = True
-
-    def forget_stops(self, request: Request) -> None:
-        """A request has a row no more."""
-        for token_id in request.params.stop_token_ids:
-            self._num_stops[token_id] -= 1
-            self._is_to_see[token_id + 1] = self._num_stops[token_id] > 0
-
-    def may_stop(self, token_ids: Int32Array) -> BoolArray:
-        """bool, which of these tokens somebody may stop at, or are none. Raises ProtocolError if one is far off."""
-        try:
-            flags: BoolArray = self._is_to_see[token_ids.astype(np.intp) + 1]
-        except IndexError:
-            raise ProtocolError("the worker sampled a token id that its model does not have.") from None
-        return flags
 
     def take(self, plan: InFlight | None, result: StepResult, *, all_have_rows: bool) -> StepOutputs:
         """Fold an answer in. `all_have_rows`: no request of the plan has lost its row since.
@@ -74,9 +42,8 @@ class Answers:
         if plan is None or result.step != plan.step:
             expected = "none is expected" if plan is None else f"that of step {plan.step} is expected"
             raise ProtocolError(f"got the result of step {result.step} while {expected}.")
-        counts, may_stop = _counts(plan, result), self.may_stop(result.token_ids)
-        if bool(((result.token_ids < -1) | (result.token_ids >= self._vocab_size)).any()):
-            raise ProtocolError("the worker sampled a token id that its model does not have.")
+        counts, may_stop = _counts(plan, result), self._stops.are_to_see(result.token_ids)
+        self._stops.check(result.token_ids)
         rows, token_ids, unused = plan.sampled.rows, result.token_ids, _unused(plan, counts)
         late = None
         if not all_have_rows:
@@ -201,7 +168,7 @@ class Answers:
                 num_tokens - request.num_prompt_tokens,
                 num_tokens,
                 request.params,
-                eos_token_ids=self._eos_token_ids,
+                eos_token_ids=self._stops.eos_token_ids,
                 max_model_len=self._rows.token_ids.shape[1],
                 cache_capacity=self._capacity,
             )

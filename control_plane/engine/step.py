@@ -40,6 +40,7 @@ class Draft:
 
     Attributes:
         budget: prefill tokens that are left.
+        last_step, num_answered: the step planned before, and how many have their answers.
         decodes: rows that decode. num_granted: tokens that each may compute; None = 1.
         filling: by key, who fills a block in this step, so that others wait for it instead of filling their own.
         may_admit: nobody may take blocks that a running row lacks.
@@ -47,6 +48,8 @@ class Draft:
     """
 
     budget: int
+    last_step: int
+    num_answered: int
     decodes: RowSet = NO_ROW_SET
     num_granted: Int32Array | None = None
     prefills: list[Segment] = field(default_factory=list)
@@ -61,14 +64,20 @@ class Draft:
     def is_empty(self) -> bool:
         return self.must_wait or not (self.decodes.requests or self.prefills)
 
-    def plan(self, step: int, released_rows: list[int], last: "InFlight") -> StepPlan:
+    def add_blocks(self, rows: IntArray, block_ids: Int32Array) -> None:
+        """Per new logical block its row, and its ids, [num_blocks, num_groups]."""
+        if rows.size:
+            self.block_rows.append(rows)
+            self.block_ids.append(block_ids)
+
+    def plan(self, released_rows: list[int], last: "InFlight") -> StepPlan:
         """The plan in columns; what equals the plan before is left out."""
         same_rows = self.decodes is last.decodes or np.array_equal(self.decodes.rows, last.decodes.rows)
         granted, before = self.num_granted, last.num_granted
         same_grants = granted is None or (same_rows and before is not None and np.array_equal(granted, before))
         prefills = self.prefills
         return StepPlan(
-            step,
+            self.last_step + 1,
             np.array(released_rows, np.int32) if released_rows else NO_ROWS,
             tuple(self.admissions),
             _joined(self.block_rows),

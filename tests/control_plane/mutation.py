@@ -26,6 +26,9 @@ FILES = tuple(
     for name in (
         "scheduler",
         "answers",
+        "planner",
+        "running",
+        "stops",
         "steady",
         "step",
         "rows",

@@ -192,8 +192,8 @@ def test_while_it_is_not_readmitted_none_behind_it_passes() -> None:
     plan = plan_step(scheduler)
     request.last_step = plan.step
     scheduler.rows.requests[0] = request
-    scheduler._vacate(0)
-    scheduler._enqueue(request)
+    scheduler._running.vacate(0)
+    scheduler._planner.enqueue(request)
     scheduler.add([other])
     assert scheduler.schedule() is None
     scheduler.update(answer(scheduler, plan))

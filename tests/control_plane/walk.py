@@ -232,7 +232,7 @@ class Walk:
         assert set(free).isdisjoint(holders)
         assert len(free) + len(holders) == blocks.pool.num_usable
         assert sum(request is not None for request in rows.requests) == rows.num_running
-        assert len(self.scheduler._prefilling) <= 1, "no more than one row stands inside its prompt"
+        assert len(self.scheduler._running.prefilling) <= 1, "no more than one row stands inside its prompt"
 
     def _check_windows(self, row: int, held: np.ndarray) -> None:
         """A window group holds what its confirmed tokens still see and what is granted, and not much before."""
