@@ -7,8 +7,10 @@ bytes of the next plan and of the delivery. Rows decode at random phases about 1
 and every block that is taken was cached before, as in a server that has run for a while. All times are CPU microseconds
 of one thread, the garbage collector at work.
 
-Machines are noisy, so only ratios within one run say anything. With `--vllm`, the python of an environment that has
-vLLM, each load is measured in turns with vLLM's scheduler: schedule and update alone (benchmarks/vllm_scheduler.py).
+Machines are noisy, and change their pace within seconds, so only ratios of what was measured side by side say anything:
+loads are measured in short turns, and the ratio is the median of the turns' ratios. With `--vllm`, the python of an
+environment that has vLLM, every other turn is vLLM's scheduler's: schedule and update alone
+(benchmarks/vllm_scheduler.py).
 """
 
 import argparse
@@ -50,10 +52,10 @@ class Sizes:
 
     num_rows: tuple[int, ...] = (1, 8, 64, 256, 1024)
     num_free_blocks: tuple[int, ...] = (1_000, 100_000, 1_000_000)
-    num_rounds: int = 5
-    num_steps: int = 160
-    num_long_steps: int = 24
-    num_prompts: int = 8
+    num_rounds: int = 25
+    num_steps: int = 64
+    num_long_steps: int = 8
+    num_prompts: int = 4
     num_growth_rows: int = 64
     num_growth_steps: int = 24
 
@@ -63,29 +65,28 @@ class Sizes:
 
 
 QUICK = Sizes(
-    num_rows=(1, 256, 1024),
+    num_rows=(1, 256),
     num_free_blocks=(1_000, 100_000),
-    num_rounds=3,
-    num_steps=96,
-    num_long_steps=12,
-    num_prompts=4,
+    num_rounds=7,
+    num_steps=48,
+    num_long_steps=4,
+    num_prompts=2,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured cost, microseconds: the median, the 99th percentile, and the median that it is compared with."""
+    """One measured cost, microseconds: the median, the 99th percentile, the median of what it is compared with, and the
+    median ratio of the two in turns side by side.
+    """
 
     name: str
     layout: str
     median: float
     p99: float
     reference: float | None = None
+    ratio: float | None = None
     target: float | None = None
-
-    @property
-    def ratio(self) -> float | None:
-        return None if self.reference is None else self.median / self.reference
 
     @property
     def is_missed(self) -> bool:
@@ -140,7 +141,7 @@ def main() -> int:
         machine = f"{platform.machine()}, {os.cpu_count()} cores"
         document = {
             "machine": machine,
-            "figures": [asdict(f) | {"ratio": f.ratio, "is_missed": f.is_missed} for f in figures],
+            "figures": [asdict(f) | {"is_missed": f.is_missed} for f in figures],
         }
         flags.json.write_text(json.dumps(document, indent=1) + "\n")
     return int(flags.check and any(figure.is_missed for figure in figures))
@@ -159,27 +160,27 @@ def measure(sizes: Sizes, peer: Peer | None) -> list[Figure]:
 def measure_steps(layout: str, num_rows: int, sizes: Sizes, peer: Peer | None) -> Figure:
     """A step of rows that decode, ours and vLLM's in turns."""
     load = decode_load(layout, num_rows, sizes.num_rounds * sizes.num_steps)
-    own, ours, theirs = under_load(load, peer), list[float](), list[float]()
+    own, ours, theirs = under_load(load, peer), list[list[float]](), list[list[float]]()
     for _ in range(sizes.num_rounds):
-        ours += settled(own.decode(sizes.num_steps))
+        ours.append(settled(own.decode(sizes.num_steps)))
         if peer is not None:
-            theirs += settled(peer.ask({"decode": sizes.num_peer_steps(num_rows)}))
+            theirs.append(settled(peer.ask({"decode": sizes.num_peer_steps(num_rows)})))
     return figure(f"step of {num_rows} rows", layout, ours, theirs, STEP_TARGETS.get(num_rows))
 
 
 def measure_prompts(layout: str, sizes: Sizes, peer: Peer | None) -> list[Figure]:
     """Admissions of long prompts, one at a time, ours and vLLM's in turns."""
-    own, ours, theirs = under_load(prompt_load(layout), peer), list[dict[str, float]](), list[dict[str, float]]()
+    own, ours, theirs = under_load(prompt_load(layout), peer), list[Any](), list[Any]()
     for _ in range(sizes.num_rounds):
-        ours += settled([own.admit(PROMPT_LENGTH) for _ in range(sizes.num_prompts)])
+        ours.append(settled([own.admit(PROMPT_LENGTH) for _ in range(sizes.num_prompts)]))
         if peer is not None:
-            theirs += settled([peer.ask({"admit": PROMPT_LENGTH}) for _ in range(sizes.num_prompts)])
+            theirs.append(settled([peer.ask({"admit": PROMPT_LENGTH}) for _ in range(sizes.num_prompts)]))
     return [
         figure(
             f"{PROMPT_LENGTH} tokens, {part}",
             layout,
-            [times[part] for times in ours],
-            [times[part] for times in theirs],
+            [[times[part] for times in turn] for turn in ours],
+            [[times[part] for times in turn] for turn in theirs],
             PROMPT_TARGETS.get(part),
         )
         for part in PROMPT_PARTS
@@ -190,13 +191,13 @@ def measure_growth(sizes: Sizes) -> list[Figure]:
     """The same step beside more and more free blocks, in turns; compared with the fewest."""
     num_rows = sizes.num_growth_rows
     planes = [ControlPlane(decode_load("full", num_rows, num_free_blocks=num)) for num in sizes.num_free_blocks]
-    times: list[list[float]] = [[] for _ in planes]
+    times: list[list[list[float]]] = [[] for _ in planes]
     for _ in range(sizes.num_rounds):
         for plane, own in zip(planes, times, strict=True):
-            own += settled(plane.decode(sizes.num_growth_steps))
+            own.append(settled(plane.decode(sizes.num_growth_steps)))
     names = [f"step of {num_rows} rows, {num:,} free blocks" for num in sizes.num_free_blocks]
     fewest, *more = [figure(name, "full", own, times[0], FLATNESS) for name, own in zip(names, times, strict=True)]
-    return [replace(fewest, reference=None, target=None), *more]
+    return [replace(fewest, reference=None, ratio=None, target=None), *more]
 
 
 def settled(samples: list[Any]) -> list[Any]:
@@ -242,15 +243,17 @@ def make_load(layout: str, prompt_lengths: tuple[int, ...], num_blocks: int) -> 
     )
 
 
-def figure(name: str, layout: str, ours: Sequence[float], reference: Sequence[float], target: float | None) -> Figure:
-    return Figure(
-        name,
-        layout,
-        statistics.median(ours),
-        float(np.quantile(ours, 0.99)),
-        statistics.median(reference) if reference else None,
-        target if reference else None,
-    )
+def figure(
+    name: str, layout: str, ours: Sequence[list[float]], reference: Sequence[list[float]], target: float | None
+) -> Figure:
+    """A figure of turns' samples; the n-th turn of the one is compared with the n-th of the other."""
+    samples = [sample for turn in ours for sample in turn]
+    median, p99 = statistics.median(samples), float(np.quantile(samples, 0.99))
+    if not reference:
+        return Figure(name, layout, median, p99)
+    ratios = [statistics.median(a) / statistics.median(b) for a, b in zip(ours, reference, strict=True)]
+    beside = statistics.median(sample for turn in reference for sample in turn)
+    return Figure(name, layout, median, p99, beside, statistics.median(ratios), target)
 
 
 def print_table(figures: Sequence[Figure]) -> None:
@@ -266,4 +269,7 @@ def print_table(figures: Sequence[Figure]) -> None:
 
 
 if __name__ == "__main__":
+    # Both sides on the same core: two of a virtual machine may run at very different paces.
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     sys.exit(main())

@@ -74,8 +74,8 @@ def test_without_vllm_only_growth_is_compared(benchmark: Any, tiny: Any) -> None
 def test_a_miss_is_shown_and_only_fails_a_check(
     benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    slow = benchmark.Figure("step of 1 rows", "full", 30.0, 40.0, reference=50.0, target=0.5)
-    monkeypatch.setattr(benchmark, "measure", lambda sizes, peer: [slow, replace(slow, median=25.0)])
+    slow = benchmark.Figure("step of 1 rows", "full", 30.0, 40.0, reference=50.0, ratio=0.6, target=0.5)
+    monkeypatch.setattr(benchmark, "measure", lambda sizes, peer: [slow, replace(slow, median=25.0, ratio=0.5)])
     for flags, expected in (["--quick"], 0), (["--check", "--json", str(tmp_path / "figures")], 1):
         monkeypatch.setattr(sys, "argv", ["control_plane.py", *flags])
         assert benchmark.main() == expected

@@ -104,25 +104,26 @@ class Answers:
         """Publish the blocks that have become full, and let go of those that left a window."""
         rows, block_size = self._rows, self._blocks.block_size
         num_full = num_computed // block_size
-        num_new = num_full - rows.num_published[at]
-        has_new = num_new > 0
-        if not has_new.any():
+        has_new = num_full > rows.num_published[at]
+        if not has_new.all():
+            at, num_computed, num_full = at[has_new], num_computed[has_new], num_full[has_new]
+        if not at.size:
             return
-        at, num_full, num_new = at[has_new], num_full[has_new], num_new[has_new]
-        # Drafts may fill more than one block at once.
-        for ahead in range(int(num_new.max())):
-            is_one = num_new > ahead
-            self._publish(at[is_one], num_full[is_one] - num_new[is_one] + ahead)
-        rows.num_published[at] = num_full
+        self._publish(at, num_full)
         rows.confirm_mark[at] = np.minimum((num_full + 1) * block_size + 1, rows.final_len[at])
-        self._blocks.give_up_unseen(at, num_computed[has_new])
+        self._blocks.give_up_unseen(at, num_computed)
 
-    def _publish(self, at: IntArray, blocks: IntArray) -> None:
-        """Let one logical block of each row be found."""
+    def _publish(self, at: IntArray, num_full: IntArray) -> None:
+        """Let each row's first `num_full` logical blocks be found; one of them is new, with drafts maybe more."""
         rows, block_size = self._rows, self._blocks.block_size
-        positions = blocks[:, None] * block_size + np.arange(block_size)
-        requests = map(rows.request, at.tolist())
-        self._blocks.publish_one_each(requests, at, blocks, rows.token_ids[at[:, None], positions])
+        while at.size:
+            blocks = rows.num_published[at]
+            positions = blocks[:, None] * block_size + np.arange(block_size)
+            requests = [rows.request(row) for row in at.tolist()]
+            self._blocks.publish_one_each(requests, at, blocks, rows.token_ids[at[:, None], positions])
+            rows.num_published[at] = blocks + 1
+            has_more = num_full > blocks + 1
+            at, num_full = at[has_more], num_full[has_more]
 
     def _answer_prefills(self, segments: Sequence[Segment]) -> None:
         """Let go of what the next segments, or the decodes behind them, see no more."""

@@ -58,6 +58,7 @@ class KVBlocks:
         self.configure = configure
         self.block_size = configure.block_size
         self.kinds = tuple(_kinds(groups))
+        self._parts = [(kind.groups, kind.sees_all) for kind in self.kinds]
         # Events are of full attention, which comes first where there is any.
         watcher = watcher if self.kinds[0].sees_all else None
         self.cache = PrefixCache(configure.num_blocks, self.block_size, len(self.kinds), watcher)
@@ -184,21 +185,16 @@ class KVBlocks:
             self._publish_block(request, numbers[j], ids[j], token_bytes[j * size : (j + 1) * size])
 
     def _publish_block(self, request: Request, number: int, ids: list[int], tokens: bytes) -> None:
-        keys = request.keys
+        keys, cache = request.keys, self.cache
         if not keys:
             return
         if len(keys) == number + 1:
-            keys.append(self.cache.next_key(keys[number], tokens))
+            keys.append(cache.next_key(keys[number], tokens))
         # Others cannot know what a salted request's blocks hold, nor could they ask for them.
         is_public = keys[0] == self._public_root
-        for kind_number, kind in enumerate(self.kinds):
-            self.cache.publish(
-                kind_number,
-                keys[number + 1],
-                (tuple(ids[kind.groups]), tokens),
-                keys[number] if number else None,
-                announce=is_public and kind.sees_all,
-            )
+        key, parent = keys[number + 1], keys[number] if number else None
+        for kind, (groups, sees_all) in enumerate(self._parts):
+            cache.publish(kind, key, (tuple(ids[groups]), tokens), parent, announce=is_public and sees_all)
 
     def distrust(self, row: int) -> None:
         """Let nobody find what a failed row's blocks hold."""
