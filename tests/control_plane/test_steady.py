@@ -186,3 +186,18 @@ def test_marks_are_reached_at_the_right_step(ahead: int, block_size: int) -> Non
     assert [request.num_tokens for request in requests] == [32, 12, 27, 40]
     assert [granted[row] for row in range(4)] == [31, 11, 26, 39]
     assert is_whole(scheduler)
+
+
+@pytest.mark.parametrize("num_waiting", [0, 1])
+def test_steps_between_marks_decide_nothing_anew(monkeypatch: pytest.MonkeyPatch, num_waiting: int) -> None:
+    """With rows to spare and nobody waiting, or somebody waiting and no row to spare."""
+    scheduler = make_scheduler(block_size=16, seqs=(2 - num_waiting,))
+    scheduler.add(
+        [make_request(name, 3, max_tokens=40, first=first) for name, first in (("a", 1), ("b", 100))][: 1 + num_waiting]
+    )
+    drafts = []
+    draft = scheduler._planner.draft
+    monkeypatch.setattr(scheduler._planner, "draft", lambda *arguments: drafts.append(1) or draft(*arguments))
+    for _ in range(10):
+        run_step(scheduler)
+    assert len(drafts) == 2, "the prompt's step, and the first that decodes"
