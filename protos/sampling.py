@@ -17,12 +17,29 @@ MAX_SAMPLES = 64
 class SamplingParams:
     """How one request is continued.
 
+    Logits are changed in this order: ids that are not allowed, logit bias, penalties, temperature, then top-k, top-p and
+    min-p on what the temperature made of them; greedy rows take the best of what the first three leave.
+
     Attributes:
         max_tokens: output tokens at most; at least 1.
         temperature: 0 = greedy.
         seed: 64 bits; None until the engine accepts the request and draws one.
         stop_token_ids: ids that end the text, besides the model's end-of-text ids.
         ignore_eos: go on past the model's end-of-text ids.
+        min_tokens: output tokens before which neither an end of text nor a stop id may come.
+        top_k: draw from the k likeliest; 0 = from all.
+        top_p: draw from the likeliest that together have this probability; 1 = from all.
+        min_p: draw from those with at least this share of the likeliest one's probability; 0 = from all.
+        presence_penalty: taken from the logit of every id that the output holds.
+        frequency_penalty: taken from it once for each time.
+        repetition_penalty: divides the positive and multiplies the negative logits of ids in prompt or output; 1 = none
+            (Keskar et al. 2019, arXiv 1909.05858).
+        logit_bias: (id, number added to its logit) pairs.
+        allowed_token_ids: only these may come; None = all.
+        bad_words: id sequences that may not be completed.
+        logprobs: how many of the likeliest ids to tell at each output token, beside its own log-probability; None = tell
+            nothing, 0 = only its own. Of the model's distribution, before any of the above.
+        prompt_logprobs: the same for each prompt token but the first.
     """
 
     max_tokens: int
@@ -30,6 +47,18 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 def check_sampling_params(params: SamplingParams, vocab_size: int) -> None:
