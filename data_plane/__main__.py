@@ -15,6 +15,7 @@ from blockplane.data_plane.loading.build import load_model
 from blockplane.data_plane.loading.checkpoint import open_checkpoint
 from blockplane.data_plane.models.interface import Model
 from blockplane.data_plane.models.synthetic import MAX_MODEL_LEN, SyntheticModel, synthetic_model_info
+from blockplane.data_plane.threads import num_usable_cores
 from blockplane.data_plane.worker import Worker
 from blockplane.protos.config import Config
 from blockplane.protos.model import ModelInfo
@@ -23,7 +24,7 @@ from blockplane.protos.process import run_process
 
 def serve(config: Config) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(config.num_threads or num_usable_cores())
     model, info = _load(config)
     Worker(model, info, available_memory=config.kv_cache_bytes).serve(config.engine_address)
 

@@ -1,6 +1,6 @@
 """One attention layer's KV cache and the two ways to read it; knows neither rows nor the model around it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -16,8 +16,14 @@ BUCKET_RULES = BucketRules()
 class AttentionSpec:
     """What a layer's attention is: fixed by the model, the same for every step.
 
-    `scale` multiplies query . key; `sliding_window` counts the visible keys, the query's own included (None = all);
-    `soft_cap` bounds the scores by a tanh (None = none).
+    Attributes:
+        scale: factor on query . key.
+        sliding_window: how many keys a query sees, its own included; None = all.
+        attention_chunk_size: tokens; a query sees its own chunk, up to itself; None = no chunks. It overrules
+            `sliding_window`.
+        soft_cap: scores become cap * tanh(score / cap); None = untouched.
+        sinks: [num_heads] weights of the model, one logit per head that takes its part of the softmax and gives no
+            value; None = none. Two specs are equal whatever theirs.
     """
 
     num_heads: int
@@ -25,7 +31,9 @@ class AttentionSpec:
     head_dim: int
     scale: float
     sliding_window: int | None = None
+    attention_chunk_size: int | None = None
     soft_cap: float | None = None
+    sinks: Tensor | None = field(default=None, compare=False)
 
 
 class AttentionBatch(Protocol):
@@ -43,10 +51,12 @@ AttentionBatches = tuple[AttentionBatch, ...]
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """Rows with one new token each, padded to a bucket of `num_seqs`.
+    """Rows with as many new tokens each, padded to a bucket of `num_seqs`; several are a chain, the first a sampled
+    token and the others drafts.
 
-    slot_mapping: int64 [num_seqs], -1 on padding rows. block_table: int32 [num_seqs, width], -1 = skip.
-    seq_lens: int32 [num_seqs], the new token included; 0 on padding rows.
+    slot_mapping: int64 [num_seqs * num_new_tokens], row by row, -1 on padding. block_table: int32 [num_seqs, width],
+    -1 = skip. seq_lens: int32 [num_seqs], the new tokens included; 0 on padding rows. A row with fewer tokens has them
+    at the end of its own.
     """
 
     slot_mapping: Tensor
@@ -63,7 +73,9 @@ class DecodeBatch:
             self.seq_lens,
             scale=spec.scale,
             sliding_window=spec.sliding_window,
+            attention_chunk_size=spec.attention_chunk_size,
             soft_cap=spec.soft_cap,
+            sinks=spec.sinks,
         ).view_as(query)
 
 
@@ -73,12 +85,14 @@ class PrefillBatch:
 
     slot_mapping: int64 [num_tokens], -1 on padding. block_table: int32 [num_segments, width], -1 = skip.
     query_start_loc: int32 [num_segments + 1]. prior_tokens: int32 [num_segments], tokens in the cache before.
+    kv_segment_size: tokens of prior KV that a kernel reads at a time; 0 = unsegmented, and no prior KV is read.
     """
 
     slot_mapping: Tensor
     block_table: Tensor
     query_start_loc: Tensor
     prior_tokens: Tensor
+    kv_segment_size: int
 
     def attend(self, spec: AttentionSpec, query: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         return kernels.segmented_attention(
@@ -88,9 +102,12 @@ class PrefillBatch:
             self.block_table,
             self.query_start_loc,
             self.prior_tokens,
+            kv_segment_size=self.kv_segment_size,
             scale=spec.scale,
             sliding_window=spec.sliding_window,
+            attention_chunk_size=spec.attention_chunk_size,
             soft_cap=spec.soft_cap,
+            sinks=spec.sinks,
         )
 
 

@@ -1,18 +1,22 @@
 """A step's tensors, padded to its buckets: pure index arithmetic from rows to what a model is fed. Decides nothing."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from blockplane.data_plane.attention import AttentionBatches, DecodeBatch, PrefillBatch
+from blockplane.data_plane.graphs import Shape
 from blockplane.data_plane.rows import Rows
 from blockplane.kernels.slots import PAD_SLOT_ID, slots_of
 from blockplane.protos.buckets import choose_bucket
 from blockplane.protos.errors import ProtocolError
-from blockplane.protos.plan import Int32Array
+from blockplane.protos.plan import Int32Array, IntArray
+
+Padding = slice | NDArray[np.bool_]
+"""Which of a step's padded tokens are padding, as an index of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,41 +24,72 @@ class StepInputs:
     """What one graph is fed. Actual and padded counts are apart: arrays below are padded, `rows` are not.
 
     Attributes:
-        rows: int32 [num_rows], the rows that compute.
+        shape: the graph's.
+        rows: [num_rows], the rows that compute.
         num_scheduled_tokens: int32 [num_rows], actual tokens of each.
-        sampled_rows: int32 [num_sampled], those of `rows` that reach their last known token, in order.
+        sampled_rows: [num_sampled], the row of each token after which one is sampled, in order: of a prefill the
+            rows' last known tokens, of a decode all tokens.
         input_ids, positions: int64 [num_padded_tokens]; padding holds 0.
-        logits_indices: int64 [num_sampled], where in the tokens the last one of each sampled row stands.
+        logits_indices: int64 [num_sampled], where these tokens stand.
         batches: the attention's side, per KV cache group.
     """
 
-    rows: Int32Array
+    shape: Shape
+    rows: IntArray
     num_scheduled_tokens: Int32Array
-    sampled_rows: Int32Array
+    sampled_rows: IntArray
     input_ids: Tensor
     positions: Tensor
     logits_indices: Tensor
     batches: AttentionBatches
 
+    @property
+    def max_query_len(self) -> int:
+        """Actual tokens of the row that has the most."""
+        return int(self.num_scheduled_tokens.max())
 
-def decode_inputs(rows: Rows, decode_rows: Int32Array) -> StepInputs:
-    """One token per row, padded along the batch to one of `num_seqs_buckets` (seed 000, "Decode Batch Padding")."""
-    num_rows = len(decode_rows)
-    num_seqs = _bucket(num_rows, rows.configure.num_seqs_buckets)
-    positions = rows.num_computed_tokens[decode_rows].astype(np.int64)
-    seq_lens = _padded(positions + 1, num_seqs, np.int32)
+
+def decode_inputs(rows: Rows, decode_rows: IntArray, num_tokens: Int32Array | None = None) -> StepInputs:
+    """Each row's newest token and its drafts: `decode_token_threshold` tokens a row, padded along the batch to one of
+    `num_seqs_buckets` (seed 000, "Decode Batch Padding").
+
+    A row with fewer tokens has them at the end of its own, behind padding: the kernels count a row's positions back
+    from its `seq_lens`, and so need not know how many there are.
+
+    Args:
+        decode_rows: [num_rows], at most `max_num_seqs`.
+        num_tokens: int32 [num_rows], 1 to `decode_token_threshold`: the newest token and what was proposed after it;
+            None = 1 each.
+    """
+    configure, num_rows, width = rows.configure, len(decode_rows), rows.configure.decode_token_threshold
+    if num_tokens is None:
+        num_tokens = np.ones(num_rows, np.int32)
+    # Padding rows repeat row 0 until they are blanked, which costs less than copies into longer arrays.
+    padded_rows = np.zeros(_bucket(num_rows, configure.num_seqs_buckets), np.int64)
+    padded_rows[:num_rows] = decode_rows
+    seq_lens = rows.num_computed_tokens[padded_rows]
+    seq_lens[:num_rows] += num_tokens
+    seq_lens[num_rows:] = 0
+    positions, padding = _decode_positions(seq_lens, num_tokens, width)
+    actual_indices = np.arange(num_rows) if isinstance(padding, slice) else np.flatnonzero(~padding)
+    token_rows = padded_rows if width == 1 else np.repeat(padded_rows, width)
+    input_ids, padded_positions, *slot_mappings = _token_columns(rows, token_rows, positions, padding)
+    context_len, buckets = int(seq_lens.max()), configure.decode_context_length_buckets
+    if buckets:
+        context_len = _bucket(context_len, buckets)
+    block_tables = _block_tables(rows, decode_rows, len(seq_lens), context_len)
+    lens = torch.from_numpy(seq_lens)
     return StepInputs(
+        shape=Shape(len(positions), len(seq_lens), context_len if buckets else 0),
         rows=decode_rows,
-        num_scheduled_tokens=np.ones(num_rows, np.int32),
-        sampled_rows=decode_rows,
-        input_ids=_padded(rows.token_ids[decode_rows, positions], num_seqs),
-        positions=_padded(positions, num_seqs),
-        logits_indices=torch.arange(num_rows),
+        num_scheduled_tokens=num_tokens,
+        sampled_rows=decode_rows if width == 1 else np.repeat(decode_rows, num_tokens),
+        input_ids=input_ids,
+        positions=padded_positions,
+        logits_indices=torch.from_numpy(actual_indices),
         batches=tuple(
-            DecodeBatch(slot_mapping, block_table, seq_lens)
-            for slot_mapping, block_table in _slots_and_tables(
-                rows, decode_rows, num_seqs, decode_rows, positions, num_seqs
-            )
+            DecodeBatch(slot_mapping, block_table, lens)
+            for slot_mapping, block_table in zip(slot_mappings, block_tables, strict=True)
         ),
     )
 
@@ -66,25 +101,28 @@ def prefill_inputs(rows: Rows, prefill_rows: Int32Array, num_tokens: Int32Array)
         prefill_rows, num_tokens: int32 [num_segments], each segment's row and how many tokens it computes.
     """
     query_start_loc = np.concatenate((np.zeros(1, np.int32), np.cumsum(num_tokens, dtype=np.int32)))
-    num_padded = _bucket(int(query_start_loc[-1]), rows.configure.num_batched_tokens_buckets)
+    num_actual = int(query_start_loc[-1])
+    num_padded = _bucket(num_actual, rows.configure.num_batched_tokens_buckets)
     prior_tokens = rows.num_computed_tokens[prefill_rows]
-    token_rows = np.repeat(prefill_rows, num_tokens)
-    offsets = np.arange(query_start_loc[-1], dtype=np.int64) - np.repeat(query_start_loc[:-1], num_tokens)
-    positions = np.repeat(prior_tokens, num_tokens) + offsets
+    token_rows, positions = np.zeros((2, num_padded), np.int64)
+    token_rows[:num_actual] = np.repeat(prefill_rows, num_tokens)
+    positions[:num_actual] = np.arange(num_actual) + np.repeat(prior_tokens - query_start_loc[:-1], num_tokens)
+    input_ids, padded_positions, *slot_mappings = _token_columns(rows, token_rows, positions, slice(num_actual, None))
     seq_lens = prior_tokens + num_tokens
     reaches_end = seq_lens == rows.num_tokens[prefill_rows]
+    block_tables = _block_tables(rows, prefill_rows, len(prefill_rows), int(seq_lens.max()))
+    bounds, priors = torch.from_numpy(query_start_loc), torch.from_numpy(prior_tokens)
     return StepInputs(
+        shape=Shape(num_padded),
         rows=prefill_rows,
         num_scheduled_tokens=num_tokens,
         sampled_rows=prefill_rows[reaches_end],
-        input_ids=_padded(rows.token_ids[token_rows, positions], num_padded),
-        positions=_padded(positions, num_padded),
+        input_ids=input_ids,
+        positions=padded_positions,
         logits_indices=torch.from_numpy(query_start_loc[1:][reaches_end].astype(np.int64) - 1),
         batches=tuple(
-            PrefillBatch(slot_mapping, block_table, torch.from_numpy(query_start_loc), torch.from_numpy(prior_tokens))
-            for slot_mapping, block_table in _slots_and_tables(
-                rows, prefill_rows, len(prefill_rows), token_rows, positions, num_padded
-            )
+            PrefillBatch(slot_mapping, block_table, bounds, priors, rows.configure.kv_segment_size)
+            for slot_mapping, block_table in zip(slot_mappings, block_tables, strict=True)
         ),
     )
 
@@ -96,30 +134,43 @@ def _bucket(num_items: int, buckets: tuple[int, ...]) -> int:
     return bucket
 
 
-def _padded(values: np.ndarray, length: int, dtype: type = np.int64, pad: int = 0) -> Tensor:
-    """Copy [n] values into a new [length] tensor whose rest is `pad`."""
-    padded: np.ndarray = np.full(length, pad, dtype)
-    padded[: len(values)] = values
-    return torch.from_numpy(padded)
+def _decode_positions(seq_lens: Int32Array, num_tokens: Int32Array, width: int) -> tuple[NDArray[np.int64], Padding]:
+    """Each row's last `width` positions before its `seq_lens`, row by row: int64 [num_seqs * width], 0 on padding."""
+    num_rows = len(num_tokens)
+    padding: Padding = slice(num_rows, None)
+    if width == 1:
+        positions = np.subtract(seq_lens, 1, dtype=np.int64)
+    else:
+        offsets = np.arange(-width, 0)
+        positions = (seq_lens[:, None] + offsets).ravel()
+        is_padding = np.ones((len(seq_lens), width), np.bool_)
+        is_padding[:num_rows] = offsets < -num_tokens[:, None]
+        padding = is_padding.ravel()
+    positions[padding] = 0
+    return positions, padding
 
 
-def _slots_and_tables(
-    rows: Rows,
-    table_rows: Int32Array,
-    num_rows_padded: int,
-    token_rows: Int32Array,
-    positions: np.ndarray,
-    num_tokens_padded: int,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Per KV cache group, where the KV of `table_rows` lies and where that of the tokens goes.
+def _token_columns(
+    rows: Rows, token_rows: NDArray[np.int64], positions: NDArray[np.int64], padding: Padding
+) -> tuple[Tensor, ...]:
+    """Each token's id, its position, and its slot in each KV cache group: 2 + num_groups of int64 [num_tokens].
 
-    Yields:
-        slot_mapping: int64 [num_tokens_padded]: each token's slot, then -1, which is never written.
-        block_table: int32 [num_rows_padded, width], as wide as the longest context needs.
+    They are the rows of one array, which goes to the device in one copy.
+
+    Args:
+        token_rows, positions: [num_tokens], of any row's first token on padding.
     """
-    block_size = rows.configure.block_size
-    width = int(positions.max()) // block_size + 1
-    tables = torch.from_numpy(rows.block_table.gather(table_rows, num_rows_padded, width))
-    for block_ids, block_table in zip(rows.block_table.block_ids, tables, strict=True):
-        slots = slots_of(block_ids, token_rows, positions, block_size)
-        yield _padded(slots, num_tokens_padded, pad=PAD_SLOT_ID), block_table
+    block_table = rows.block_table
+    columns = np.empty((2 + len(block_table.entries), len(positions)), np.int64)
+    columns[0] = rows.token_ids[token_rows, positions]
+    columns[0, padding] = 0
+    columns[1] = positions
+    columns[2:] = slots_of(block_table.entries, token_rows, positions, rows.configure.block_size)
+    columns[2:, padding] = PAD_SLOT_ID
+    return torch.from_numpy(columns).unbind()
+
+
+def _block_tables(rows: Rows, table_rows: IntArray, num_rows_padded: int, context_len: int) -> tuple[Tensor, ...]:
+    """The blocks of `context_len` tokens in each group: num_groups of int32 [num_rows_padded, width], parts of one."""
+    width = -(-context_len // rows.configure.block_size)
+    return torch.from_numpy(rows.block_table.gather(table_rows, num_rows_padded, width)).unbind()

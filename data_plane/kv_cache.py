@@ -24,6 +24,7 @@ def layer_kv_specs(model: Model) -> tuple[LayerKVSpec, ...]:
             head_dim=attention.spec.head_dim,
             dtype=model.dtype,
             sliding_window=attention.spec.sliding_window,
+            attention_chunk_size=attention.spec.attention_chunk_size,
         )
         for index, attention in enumerate(model.attentions)
     )
@@ -61,15 +62,11 @@ def _group_of_layers(groups: tuple[KVCacheGroup, ...], specs: dict[str, LayerKVS
 
 def _check_member(group: KVCacheGroup, index: int, spec: LayerKVSpec) -> None:
     """The group keeps all that the layer sees, in the layer's shape."""
-    if group.attention_chunk_size is not None:
+    kept, seen = ((kv.sliding_window, kv.attention_chunk_size) for kv in (group, spec))
+    if kept not in ((None, None), seen):
         raise ProtocolError(
-            f"KV cache group {index} has an attention_chunk_size of {group.attention_chunk_size}, but this worker has "
-            "no chunked attention; serve a model without it."
-        )
-    if group.sliding_window not in (None, spec.sliding_window):
-        raise ProtocolError(
-            f"KV cache group {index} keeps a window of {group.sliding_window} tokens, but its layer {spec.name} sees "
-            f"{spec.sliding_window or 'all'}; run the same version of Blockplane on both."
+            f"KV cache group {index} keeps {_limits(group)}, but its layer {spec.name} sees {_limits(spec)}; "
+            "run the same version of Blockplane on both."
         )
     told, own = ((kv.num_kv_heads, kv.head_dim, kv.dtype) for kv in (group, spec))
     if group.dtype and told != own:
@@ -77,6 +74,12 @@ def _check_member(group: KVCacheGroup, index: int, spec: LayerKVSpec) -> None:
             f"KV cache group {index} has (num_kv_heads, head_dim, dtype) {told}, but its layer {spec.name} has {own}; "
             "run the same version of Blockplane on both."
         )
+
+
+def _limits(kv: KVCacheGroup | LayerKVSpec) -> str:
+    if kv.attention_chunk_size is not None:
+        return f"chunks of {kv.attention_chunk_size} tokens"
+    return "all tokens" if kv.sliding_window is None else f"a window of {kv.sliding_window} tokens"
 
 
 def _spec_of_tensor(

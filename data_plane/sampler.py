@@ -1,61 +1,106 @@
-"""Draws the next token of every row at once; knows neither requests nor where logits come from.
+"""Chooses the next token of every row at once; knows neither requests nor where logits come from.
 
-A row's noise is one number in [0, 1), a function of its seed and of the position that is sampled, and nothing else: its
-batch-mates, its place in the batch and its past in this process change nothing.
+Each row pays for what it asks: a batch of greedy rows is one arg max.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blockplane.protos.plan import Int32Array
+from blockplane.data_plane.drawing import Truncation, draw_from_all, draw_from_likeliest, uniform_noise
+from blockplane.data_plane.logit_changes import LogitChanges
+from blockplane.data_plane.logprobs import LogProbs, logprobs_of
+from blockplane.protos.plan import Int32Array, IntArray
 
 NOT_FINITE = -1
-"""Stands for the token of a row whose logits hold a NaN or an infinity."""
+"""Stands for the token of a row whose logits hold a NaN or an infinity, or to which no token is left."""
+NO_LOGPROBS = -1
+"""Stands for the number of log-probabilities of a row that asks for none, not even its own token's."""
 
 
-def sample(
-    logits: Tensor, temperature: NDArray[np.float32], seed: NDArray[np.uint64], positions: NDArray[np.int32]
-) -> Int32Array:
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """What a batch's rows ask for; columns [num_rows], and what `SamplingParams` says of each.
+
+    Attributes:
+        seed: uint64.
+        positions: the position that the new token takes in its sequence.
+        temperature, top_p, min_p: float64.
+        top_k: int64, 0 .. vocab_size.
+        num_logprobs: int32, or NO_LOGPROBS.
+        logit_changes: None = nobody changes logits.
+    """
+
+    seed: NDArray[np.uint64]
+    positions: IntArray
+    temperature: NDArray[np.float64]
+    top_k: NDArray[np.int64]
+    top_p: NDArray[np.float64]
+    min_p: NDArray[np.float64]
+    num_logprobs: NDArray[np.int32]
+    logit_changes: LogitChanges | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """int32 [num_rows] token ids, or NOT_FINITE; `logprobs` of the rows that ask, in order, as many as any of them asks
+    for, None = nobody asks.
+    """
+
+    token_ids: Int32Array
+    logprobs: LogProbs | None = None
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> Samples:
     """Choose one token per row.
 
     Args:
-        logits: float32 [num_rows, vocab_size].
-        temperature: float32 [num_rows]; 0 = greedy, the lowest id among equals.
-        seed: uint64 [num_rows].
-        positions: int32 [num_rows], the position that the new token takes in its sequence.
-
-    Returns:
-        int32 [num_rows]: token ids, or NOT_FINITE.
+        logits: float32 [num_rows, vocab_size]; changed in place where the batch asks for changes.
     """
-    token_ids = torch.argmax(logits, dim=-1)
-    random_rows = np.flatnonzero(temperature)
-    if random_rows.size:
-        rows = torch.from_numpy(random_rows)
-        noise = torch.from_numpy(uniform_noise(seed[random_rows], positions[random_rows]))
-        scaled = logits[rows].double() / torch.from_numpy(temperature[random_rows])[:, None]
-        token_ids[rows] = _invert(torch.softmax(scaled, dim=-1), noise)
     # One sum over a row is finite only if every entry is, short of an overflow that no sane logits reach.
-    token_ids[~torch.isfinite(logits.sum(dim=-1))] = NOT_FINITE
-    return token_ids.numpy().astype(np.int32)
+    is_sound = torch.isfinite(logits.sum(dim=-1))
+    telling = np.flatnonzero(batch.num_logprobs != NO_LOGPROBS)
+    unchanged = logits[torch.from_numpy(telling)] if telling.size else None
+    if batch.logit_changes is not None:
+        batch.logit_changes.apply(logits)
+        is_sound &= logits.amax(dim=-1) > -torch.inf
+    token_ids = _choose(logits, batch)
+    token_ids[~is_sound] = NOT_FINITE
+    samples: Int32Array = token_ids.cpu().numpy().astype(np.int32)
+    if unchanged is None:
+        return Samples(samples)
+    num_top = int(batch.num_logprobs.max())
+    return Samples(samples, logprobs_of(unchanged, token_ids[torch.from_numpy(telling)], num_top))
 
 
-def uniform_noise(seed: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArray[np.float64]:
-    """float64 [num_rows] in [0, 1): the SplitMix64 stream of each seed at each position (Steele, Lea, Flood 2014)."""
-    state = seed + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    state ^= state >> np.uint64(31)
-    noise: NDArray[np.float64] = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return noise
+def _choose(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Each row's token by its own way: int64 [num_rows]."""
+    is_random = batch.temperature > 0
+    if not is_random.any():
+        return torch.argmax(logits, dim=-1)
+    is_truncated = is_random & ((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))
+    token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    if (rows := np.flatnonzero(~is_random)).size:
+        token_ids[torch.from_numpy(rows)] = torch.argmax(_part(logits, rows), dim=-1)
+    if (rows := np.flatnonzero(is_random & ~is_truncated)).size:
+        heat = _heat(batch, rows, logits.device)
+        token_ids[torch.from_numpy(rows)] = draw_from_all(_part(logits, rows), *heat)
+    if (rows := np.flatnonzero(is_truncated)).size:
+        heat, columns = _heat(batch, rows, logits.device), (batch.top_k, batch.top_p, batch.min_p)
+        truncation = Truncation(*(torch.from_numpy(column[rows]).to(logits.device) for column in columns))
+        token_ids[torch.from_numpy(rows)] = draw_from_likeliest(_part(logits, rows), *heat, truncation)
+    return token_ids
 
 
-def _invert(probabilities: Tensor, noise: Tensor) -> Tensor:
-    """Inverse transform: the first token whose cumulative probability exceeds the noise. int64 [num_rows].
+def _part(logits: Tensor, rows: NDArray[np.intp]) -> Tensor:
+    """Those rows, ascending; all of them are not copied."""
+    return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows)]
 
-    The noise is scaled by the actual total, so that rounding in the sum never points past the last token.
-    """
-    cumulative = probabilities.cumsum(dim=-1)
-    targets = noise[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, targets, right=True).squeeze(-1).clamp_max(probabilities.shape[-1] - 1)
+
+def _heat(batch: SamplingBatch, rows: NDArray[np.intp], device: torch.device) -> tuple[Tensor, Tensor]:
+    """float64 [num_rows] each: temperature and noise of these rows."""
+    noise = uniform_noise(batch.seed[rows], batch.positions[rows])
+    return torch.from_numpy(batch.temperature[rows]).to(device), torch.from_numpy(noise).to(device)

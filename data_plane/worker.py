@@ -73,9 +73,9 @@ class Worker:
         first = next(messages, None)
         if first is None:
             return
-        runner = Runner(self.model, wire.configure_from_proto(first.configure))
+        runner = Runner(self.model, wire.configure_from_proto(first.configure), self.info.eos_token_ids)
         yield pb.AttachWorkerRequest(ready=_ready(runner))
-        logger.info("attached, with %d KV blocks", runner.num_blocks)
+        logger.info("attached, with %d KV blocks", runner.configure.num_blocks)
         for message in messages:
             result = runner.step(wire.plan_from_proto(message.plan))
             yield pb.AttachWorkerRequest(result=wire.result_to_proto(result))
@@ -92,8 +92,12 @@ class Worker:
 
 def _ready(runner: Runner) -> pb.WorkerReady:
     """The manifest of what was built, for the engine to compare with what it asked for."""
+    configure, shapes = runner.configure, runner.graphs.num_runs.keys()
     return pb.WorkerReady(
-        num_blocks=runner.num_blocks,
-        num_batched_tokens_buckets=runner.num_batched_tokens_buckets,
-        num_seqs_buckets=runner.num_seqs_buckets,
+        num_blocks=configure.num_blocks,
+        num_batched_tokens_buckets=sorted(shape.num_tokens for shape in shapes if not shape.num_seqs),
+        num_seqs_buckets=sorted({shape.num_seqs for shape in shapes} - {0}),
+        decode_context_length_buckets=sorted({shape.context_len for shape in shapes} - {0}),
+        kv_segment_size=configure.kv_segment_size,
+        num_draft_tokens=configure.num_draft_tokens,
     )

@@ -1,13 +1,15 @@
 """The reference kernels' twins for CPUs: the same results from fewer and larger operations. Shapes as there.
 
-A context is read by whole blocks, and query heads that share a KV head go through one matrix product. A table with a
--1 inside a context, which frees a sliding window's past, goes the reference's way.
+A context is read by whole blocks, and query heads that share a KV head go through one matrix product. What is rare goes
+the reference's way: an active mask of one's own, a table with a -1 inside a context, queries before position 0.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from blockplane.kernels import reference
+from blockplane.kernels import masks, reference
 
 
 def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -28,16 +30,31 @@ def decode_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    mask_active: Tensor | None = None,
 ) -> Tensor:
     """As `reference.decode_attention`."""
-    output = torch.zeros_like(query)
+    if mask_active is not None:
+        return reference.decode_attention(
+            query,
+            k_cache,
+            v_cache,
+            block_table,
+            seq_lens,
+            scale=scale,
+            sliding_window=sliding_window,
+            attention_chunk_size=attention_chunk_size,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            mask_active=mask_active,
+        )
+    attend = _CausalAttention(k_cache, v_cache, sliding_window, attention_chunk_size, soft_cap, sinks)
+    scaled, output = query.float() * scale, torch.zeros_like(query)
     for row, seq_len in enumerate(seq_lens.tolist()):
         if seq_len:
-            start = seq_len - query.shape[1]
-            output[row] = _attend_row(
-                query[row], k_cache, v_cache, block_table[row], start, seq_len, scale, sliding_window, soft_cap
-            )
+            output[row] = attend(scaled[row], block_table[row], seq_len)
     return output
 
 
@@ -49,64 +66,79 @@ def segmented_attention(
     query_start_loc: Tensor,
     prior_tokens: Tensor,
     *,
+    kv_segment_size: int,
     scale: float,
     sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `reference.segmented_attention`."""
-    output = torch.zeros_like(query)
+    """As `reference.segmented_attention`; all prior KV is read at once."""
+    attend = _CausalAttention(k_cache, v_cache, sliding_window, attention_chunk_size, soft_cap, sinks)
+    scaled, output = query.float() * scale, torch.zeros_like(query)
     bounds = query_start_loc.tolist()
     for row, prior in enumerate(prior_tokens.tolist()):
         segment = slice(bounds[row], bounds[row + 1])
         seq_len = prior + segment.stop - segment.start
-        output[segment] = _attend_row(
-            query[segment], k_cache, v_cache, block_table[row], prior, seq_len, scale, sliding_window, soft_cap
-        )
+        if seq_len > prior:
+            output[segment] = attend(scaled[segment], block_table[row], seq_len, 0 if kv_segment_size else prior)
     return output
 
 
-def _attend_row(
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    start: int,
-    seq_len: int,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-) -> Tensor:
-    """One request's queries [num_queries, num_heads, head_dim], at positions `start` to `seq_len - 1`."""
-    first = 0 if sliding_window is None else max(0, start - sliding_window + 1)
-    block_size = k_cache.shape[1]
-    blocks = block_table[first // block_size : -(-seq_len // block_size)]
-    if int(blocks.min()) < 0:
-        context = reference.read_context(k_cache, v_cache, block_table, start, seq_len, sliding_window)
-        return reference.attend(query, *context, start, scale, sliding_window, soft_cap)
-    read = slice(first % block_size, first % block_size + seq_len - first)
-    # [num_kv_heads, num_keys, head_dim]
-    keys, values = (
-        cache.index_select(0, blocks).flatten(0, 1)[read].float().transpose(0, 1) for cache in (k_cache, v_cache)
-    )
-    num_queries, _, head_dim = query.shape
-    num_kv_heads = keys.shape[0]
-    # [num_kv_heads, group * num_queries, head_dim]: a KV head's query heads, one after another.
-    grouped = query.float().view(num_queries, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
-    scores = torch.bmm(grouped * scale, keys.transpose(1, 2))
-    if soft_cap is not None:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    if num_queries > 1:
-        hidden = _hidden(num_queries, start, first, seq_len, sliding_window)
-        scores.view(num_kv_heads, -1, num_queries, seq_len - first).masked_fill_(hidden, float("-inf"))
-    attended = torch.bmm(torch.softmax(scores, dim=-1), values)
-    return attended.view(num_kv_heads, -1, num_queries, head_dim).permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype)
+@dataclass(frozen=True, slots=True)
+class _CausalAttention:
+    """One layer's attention over its caches, a request at a time; fields as in `reference.decode_attention`.
 
+    Queries are float32 and scaled already; outputs are float32.
+    """
 
-def _hidden(num_queries: int, start: int, first: int, seq_len: int, sliding_window: int | None) -> Tensor:
-    """bool [num_queries, num_keys]: which keys at positions `first` to `seq_len - 1` a query may not see."""
-    positions = torch.arange(start, start + num_queries)[:, None]
-    key_positions = torch.arange(first, seq_len)
-    hidden = key_positions > positions
-    if sliding_window is not None:
-        hidden |= key_positions <= positions - sliding_window
-    return hidden
+    k_cache: Tensor
+    v_cache: Tensor
+    sliding_window: int | None
+    attention_chunk_size: int | None
+    soft_cap: float | None
+    sinks: Tensor | None
+
+    def __call__(self, query: Tensor, block_table: Tensor, seq_len: int, least: int = 0) -> Tensor:
+        """One request's queries [num_queries, num_heads, head_dim] at the last positions before `seq_len`, which see
+        no key before position `least`."""
+        start = seq_len - query.shape[0]
+        first = max(least, masks.first_in_reach(start, self.sliding_window, self.attention_chunk_size))
+        block_size = self.k_cache.shape[1]
+        blocks = block_table[first // block_size : -(-seq_len // block_size)]
+        if start < 0 or int(blocks.min()) < 0:
+            return self._attend_by_slots(query, block_table, start, first, seq_len)
+        read = slice(first % block_size, first % block_size + seq_len - first)
+        # [num_kv_heads, num_keys, head_dim]
+        keys, values = (
+            cache.index_select(0, blocks).flatten(0, 1)[read].float().transpose(0, 1)
+            for cache in (self.k_cache, self.v_cache)
+        )
+        num_queries, _, head_dim = query.shape
+        num_kv_heads = keys.shape[0]
+        # [num_kv_heads, group * num_queries, head_dim]: a KV head's query heads, one after another.
+        grouped = query.view(num_queries, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+        scores = torch.bmm(grouped, keys.transpose(1, 2))
+        if self.soft_cap is not None:
+            scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
+        if num_queries > 1:
+            hidden = ~self._visible(start, seq_len, torch.arange(first, seq_len))
+            scores.view(num_kv_heads, -1, num_queries, seq_len - first).masked_fill_(hidden, float("-inf"))
+        attended = torch.bmm(self._softmax(scores, num_queries), values)
+        return attended.view(num_kv_heads, -1, num_queries, head_dim).permute(2, 0, 1, 3).flatten(1, 2)
+
+    def _softmax(self, scores: Tensor, num_queries: int) -> Tensor:
+        """Weights [num_kv_heads, group * num_queries, num_keys] of scores of that shape."""
+        if self.sinks is None:
+            return torch.softmax(scores, dim=-1)
+        sinks = self.sinks.float().view(scores.shape[0], -1, 1).repeat_interleave(num_queries, dim=1)
+        return torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
+
+    def _visible(self, start: int, seq_len: int, key_positions: Tensor) -> Tensor:
+        query_positions = torch.arange(start, seq_len)
+        return masks.causal(query_positions, key_positions, self.sliding_window, self.attention_chunk_size)
+
+    def _attend_by_slots(self, query: Tensor, block_table: Tensor, start: int, first: int, seq_len: int) -> Tensor:
+        context = reference.read_context(self.k_cache, self.v_cache, block_table, first, seq_len)
+        visible = self._visible(start, seq_len, context[2])
+        return reference.attend(query, *context[:2], visible, 1.0, self.soft_cap, self.sinks)

@@ -12,6 +12,7 @@ The KV of a step's own tokens is in the cache before attention runs, so both att
 import torch
 from torch import Tensor
 
+from blockplane.kernels.masks import cache_mask, causal, causal_active_mask, first_in_reach, in_reach
 from blockplane.kernels.slots import slots_of
 
 
@@ -37,28 +38,48 @@ def decode_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    mask_active: Tensor | None = None,
 ) -> Tensor:
     """Attend from the last few tokens of each row to the row's whole cached context.
 
     Args:
         query: [num_seqs, num_new_tokens, num_heads, head_dim]; row r's tokens stand at the last positions before
-            `seq_lens[r]`.
+            `seq_lens[r]`. A row with fewer tokens has them at the end: what stands at negative positions is zero.
         seq_lens: int32 [num_seqs], cached tokens of each row, its new ones included; 0 = a padding row, whose output
             is zero.
         scale: factor on query . key.
-        sliding_window: a query at position i sees keys at j with i - window < j <= i; None = all j <= i.
+        sliding_window: a query at position i sees keys at j with i - window < j; None = all.
+        attention_chunk_size: a query at position i sees keys at j with i // size == j // size; None = all. It
+            overrules `sliding_window`.
         soft_cap: scores become cap * tanh(score / cap); None = untouched.
+        sinks: [num_heads], a logit of each head that takes its part of the softmax and gives no value; None = none.
+        mask_active: [num_seqs, num_heads, num_new_tokens, num_new_tokens], 1 where a new token sees another, 0 where
+            not (seed 000, "mask_active"); None = each sees those before it and itself. A query that sees nothing
+            yields zero.
 
     Returns:
         [num_seqs, num_new_tokens, num_heads, head_dim] in the query's dtype.
     """
+    num_seqs, num_new_tokens, num_heads, _ = query.shape
+    if mask_active is None:
+        mask_active = causal_active_mask(num_seqs, num_heads, num_new_tokens, query.device)
+    context_len = block_table.shape[1] * k_cache.shape[1]
+    mask_cache = cache_mask(seq_lens[:, None] - num_new_tokens, num_heads, num_new_tokens, context_len)
     output = torch.zeros_like(query)
     for row, seq_len in enumerate(seq_lens.tolist()):
         if seq_len:
-            start = seq_len - query.shape[1]
-            context = read_context(k_cache, v_cache, block_table[row], start, seq_len, sliding_window)
-            output[row] = attend(query[row], *context, start, scale, sliding_window, soft_cap)
+            start = seq_len - num_new_tokens
+            first = first_in_reach(start, sliding_window, attention_chunk_size)
+            keys, values, key_positions = read_context(k_cache, v_cache, block_table[row], first, seq_len)
+            # [num_heads, num_new_tokens, seq_len]: the cached tokens, then the new ones at positions from 0 on.
+            cached, new = mask_cache[row, :, :, : max(0, start)], mask_active[row, :, :, max(0, -start) :].bool()
+            visible = torch.cat((cached, new), dim=-1)[:, :, key_positions]
+            query_positions = torch.arange(start, seq_len, device=query.device)
+            visible &= in_reach(query_positions, key_positions, sliding_window, attention_chunk_size)
+            output[row] = attend(query[row], keys, values, visible, scale, soft_cap, sinks)
     return output
 
 
@@ -70,9 +91,12 @@ def segmented_attention(
     query_start_loc: Tensor,
     prior_tokens: Tensor,
     *,
+    kv_segment_size: int,
     scale: float,
     sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend from packed prefill segments to each request's prior tokens and, causally, to itself.
 
@@ -81,7 +105,9 @@ def segmented_attention(
             lies beyond the last request is padding, whose output is zero.
         query_start_loc: int32 [num_seqs + 1].
         prior_tokens: int32 [num_seqs], tokens already in the cache before this segment (seed 001; per request here).
-        scale, sliding_window, soft_cap: as in `decode_attention`.
+        kv_segment_size: tokens of prior KV that a kernel reads at a time (`segments` shows how); whatever it is, the
+            result is this one. 0 = unsegmented: no prior KV is read, a query sees its own segment alone.
+        scale, sliding_window, attention_chunk_size, soft_cap, sinks: as in `decode_attention`.
 
     Returns:
         [num_tokens, num_heads, head_dim] in the query's dtype.
@@ -91,20 +117,22 @@ def segmented_attention(
     for row, prior in enumerate(prior_tokens.tolist()):
         segment = slice(bounds[row], bounds[row + 1])
         seq_len = prior + segment.stop - segment.start
-        context = read_context(k_cache, v_cache, block_table[row], prior, seq_len, sliding_window)
-        output[segment] = attend(query[segment], *context, prior, scale, sliding_window, soft_cap)
+        first = first_in_reach(prior, sliding_window, attention_chunk_size) if kv_segment_size else prior
+        keys, values, key_positions = read_context(k_cache, v_cache, block_table[row], first, seq_len)
+        query_positions = torch.arange(prior, seq_len, device=query.device)
+        visible = causal(query_positions, key_positions, sliding_window, attention_chunk_size)
+        output[segment] = attend(query[segment], keys, values, visible, scale, soft_cap, sinks)
     return output
 
 
 def read_context(
-    k_cache: Tensor, v_cache: Tensor, block_table: Tensor, start: int, seq_len: int, sliding_window: int | None
+    k_cache: Tensor, v_cache: Tensor, block_table: Tensor, first: int, seq_len: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather one request's visible KV: float32 keys and values [num_keys, num_kv_heads, head_dim], int64 positions.
+    """Gather one request's KV from position `first` on: float32 keys and values [num_keys, num_kv_heads, head_dim],
+    int64 positions [num_keys].
 
-    Only slots that some query at `start` or later may see are read, and none through a -1 entry: what lies in other
-    slots, NaN included, cannot reach the output.
+    Only these slots are read, and none through a -1 entry: what lies in others, NaN included, cannot reach the output.
     """
-    first = 0 if sliding_window is None else max(0, start - sliding_window + 1)
     positions = torch.arange(first, seq_len, device=block_table.device)
     block_size = k_cache.shape[1]
     positions = positions[block_table[positions // block_size] >= 0]
@@ -116,21 +144,31 @@ def attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    key_positions: Tensor,
-    start: int,
+    visible: Tensor,
     scale: float,
-    sliding_window: int | None,
     soft_cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Plain attention of [num_queries, num_heads, head_dim] at positions `start`, `start + 1`, ... over given keys."""
-    # Query heads h * group .. (h + 1) * group - 1 read KV head h.
-    grouped = query.float().view(query.shape[0], keys.shape[1], -1, query.shape[2])
-    scores = torch.einsum("qhgd,khd->hgqk", grouped, keys) * scale
-    if soft_cap is not None:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    query_positions = torch.arange(start, start + query.shape[0], device=query.device)[:, None]
-    visible = key_positions <= query_positions
-    if sliding_window is not None:
-        visible &= key_positions > query_positions - sliding_window
-    weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
-    return torch.einsum("hgqk,khd->qhgd", weights, values).flatten(1, 2).to(query.dtype)
+    """Plain attention of [num_queries, num_heads, head_dim] over given keys, those that `visible` lets each query see.
+
+    `visible` is bool, [num_heads, num_queries, num_keys] or alike for all heads: [num_queries, num_keys].
+    """
+    scores = attention_scores(query, keys, scale, soft_cap).masked_fill(~visible, float("-inf"))
+    num_heads, num_queries, num_keys = scores.shape
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, num_queries, 1)), dim=-1)
+    # Where nothing is visible the softmax is NaN; hidden keys weigh nothing all the same.
+    weights = torch.softmax(scores, dim=-1)[..., :num_keys].masked_fill(~visible, 0.0)
+    return torch.einsum("hqk,khd->qhd", weights, per_query_head(values, num_heads)).to(query.dtype)
+
+
+def attention_scores(query: Tensor, keys: Tensor, scale: float, soft_cap: float | None) -> Tensor:
+    """float32 [num_heads, num_queries, num_keys], before any mask."""
+    scores = torch.einsum("qhd,khd->hqk", query.float(), per_query_head(keys, query.shape[1])) * scale
+    return scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
+
+
+def per_query_head(kv: Tensor, num_heads: int) -> Tensor:
+    """[num_keys, num_kv_heads, head_dim] -> [num_keys, num_heads, head_dim]: heads h * group ... (h + 1) * group - 1
+    read KV head h."""
+    return kv.repeat_interleave(num_heads // kv.shape[1], dim=1)

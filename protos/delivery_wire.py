@@ -8,13 +8,15 @@ import numpy as np
 from blockplane.protos.delivery import Delivery, Ending, FrontendBatch, ServingState, Submission
 from blockplane.protos.errors import BlockplaneError, CapacityError, ProtocolError, error_of_status
 from blockplane.protos.finish import FinishReason
-from blockplane.protos.sampling import MAX_SAMPLES, SamplingParams
+from blockplane.protos.sampling import MAX_SAMPLES
 from blockplane.protos.wire import (
     PROTOCOL_VERSION,
     column_from_bytes,
     column_to_bytes,
     model_info_from_proto,
     model_info_to_proto,
+    sampling_from_proto,
+    sampling_to_proto,
 )
 from blockplane.v1 import engine_pb2 as pb
 from blockplane.v1 import inference_pb2
@@ -45,16 +47,11 @@ def frontend_batch_from_proto(proto: pb.AttachFrontendRequest) -> FrontendBatch:
 
 
 def _submission_to_proto(submission: Submission) -> pb.Submission:
-    params = submission.params
     return pb.Submission(
         stream_id=submission.stream_id,
         request_id=submission.request_id,
         token_ids=column_to_bytes(submission.prompt_token_ids),
-        max_tokens=params.max_tokens,
-        temperature=params.temperature,
-        seed=params.seed,
-        stop_token_ids=column_to_bytes(np.array(params.stop_token_ids, np.int32)),
-        ignore_eos=params.ignore_eos,
+        sampling=sampling_to_proto(submission.params),
         cache_salt=submission.cache_salt,
         num_samples=submission.num_samples,
         priority=submission.priority,
@@ -71,13 +68,7 @@ def _submission_from_proto(proto: pb.Submission) -> Submission:
         stream_id=proto.stream_id,
         request_id=proto.request_id,
         prompt_token_ids=column_from_bytes(proto.token_ids),
-        params=SamplingParams(
-            max_tokens=proto.max_tokens,
-            temperature=proto.temperature,
-            seed=proto.seed if proto.HasField("seed") else None,
-            stop_token_ids=tuple(column_from_bytes(proto.stop_token_ids).tolist()),
-            ignore_eos=proto.ignore_eos,
-        ),
+        params=sampling_from_proto(proto.sampling),
         num_samples=proto.num_samples or 1,
         priority=proto.priority,
         timeout_seconds=proto.timeout_seconds if proto.HasField("timeout_seconds") else None,

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockplane.protos.kv_cache import KVCacheGroup, KVCacheTensor
+from blockplane.protos.sampling import SamplingParams
 
 Int32Array = NDArray[np.int32]
 IntArray = NDArray[np.integer[Any]]
@@ -79,13 +80,16 @@ class Configure:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request takes a row. `token_ids`, int32, are all that is known of it: prompt and, if it resumes, its output."""
+    """A request takes a row. `token_ids`, int32, are all that is known of it: prompt and, if it resumes, its output.
+
+    `seed` is the one that its noise comes from, whether or not `params` names one.
+    """
 
     row: int
     token_ids: Int32Array
     num_prompt_tokens: int
     num_computed_tokens: int
-    temperature: float
+    params: SamplingParams
     seed: int
 
 

@@ -29,7 +29,7 @@ from blockplane.protos.errors import (
 from blockplane.protos.finish import FinishReason
 from blockplane.protos.model import LayerKVSpec, ModelInfo
 from blockplane.protos.plan import Configure, StepPlan, StepResult
-from blockplane.protos.sampling import MAX_SAMPLES, check_token_ids
+from blockplane.protos.sampling import MAX_SAMPLES, check_sampling_params, check_token_ids
 from blockplane.protos.statistics import Statistics
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class Engine:
         if not submission.prompt_token_ids.size:
             raise InvalidRequestError("the prompt holds no token; send at least one.")
         check_token_ids("prompt", submission.prompt_token_ids, self._model.vocab_size)
-        check_token_ids("stop_token_ids", submission.params.stop_token_ids, self._model.vocab_size)
+        check_sampling_params(submission.params, self._model.vocab_size)
         now = self._clock()
         requests = _samples(owner, submission)
         self._scheduler.add(requests, now)

@@ -207,7 +207,7 @@ class Planner:
                 token_ids=request.token_ids,
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_computed_tokens=num_cached_tokens,
-                temperature=request.params.temperature,
+                params=request.params,
                 seed=request.seed,
             )
         )

@@ -160,7 +160,25 @@ async def _expect(messages: AsyncIterator[pb.AttachWorkerRequest], kind: str) ->
 
 def _check_ready(configure: Configure, ready: pb.WorkerReady) -> None:
     """Refuse a worker that built something else than it was told; the message names both sides' values."""
-    told = (configure.num_blocks, configure.num_batched_tokens_buckets, configure.num_seqs_buckets)
-    built = (ready.num_blocks, tuple(ready.num_batched_tokens_buckets), tuple(ready.num_seqs_buckets))
-    if built != told:
-        raise ProtocolError(f"told the worker to build (num_blocks, buckets) {told}; it built {built}.")
+    differences = []
+    for name in _MANIFEST:
+        told, built = getattr(configure, name), getattr(ready, name)
+        if isinstance(told, tuple):
+            told, built = list(told), list(built)
+        if told != built:
+            differences.append(f"{name} {told}, and it built {built}")
+    if differences:
+        raise ProtocolError(
+            f"told the worker to build {'; '.join(differences)}; run the same version of Blockplane on both."
+        )
+
+
+_MANIFEST = (
+    "num_blocks",
+    "num_batched_tokens_buckets",
+    "num_seqs_buckets",
+    "decode_context_length_buckets",
+    "kv_segment_size",
+    "num_draft_tokens",
+)
+"""What a worker built, in the names of both messages."""

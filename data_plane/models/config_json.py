@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from blockplane.data_plane.models.config import Activation, LayerConfig, ModelConfig, RopeConfig
+from blockplane.data_plane.models.layer_kinds import refuse_layers_without_kv
 from blockplane.data_plane.models.rope import linear_divisors, llama3_divisors
 from blockplane.protos.errors import ModelError
 
@@ -57,6 +58,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         ModelError: an architecture, layer kind, rope type or setting that the decoder does not have, or a missing key;
             the message names it.
     """
+    refuse_layers_without_kv(config)
     architecture = _architecture(config)
     family = _FAMILIES[architecture]
     stated = {key: value for key, value in config.items() if value is not None}
@@ -122,9 +124,9 @@ def _activation(settings: _Settings) -> Activation:
 
 def _layers(settings: _Settings, family: _Family, head_dim: int) -> tuple[LayerConfig, ...]:
     kinds = _layer_kinds(settings, family)
-    for kind in kinds:
+    for layer, kind in enumerate(kinds):
         if kind not in (FULL, SLIDING):
-            raise ModelError(f"Layer kind {kind} is unknown; Blockplane has {FULL} and {SLIDING}.")
+            raise ModelError(f"Layer {layer} is of kind {kind}, which is unknown; Blockplane has {FULL} and {SLIDING}.")
     windows = {FULL: None, SLIDING: settings["sliding_window"] if SLIDING in kinds else None}
     ropes = {kind: _rope(_rope_parameters(settings, family, kind), settings, head_dim) for kind in sorted(set(kinds))}
     return tuple(LayerConfig(windows[kind], ropes[kind]) for kind in kinds)

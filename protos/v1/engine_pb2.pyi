@@ -369,21 +369,34 @@ class WorkerReady(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_BATCHED_TOKENS_BUCKETS_FIELD_NUMBER: _builtins.int
     NUM_SEQS_BUCKETS_FIELD_NUMBER: _builtins.int
+    DECODE_CONTEXT_LENGTH_BUCKETS_FIELD_NUMBER: _builtins.int
+    KV_SEGMENT_SIZE_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
+    kv_segment_size: _builtins.int
+    num_draft_tokens: _builtins.int
+    """A decode graph takes 1 + num_draft_tokens of each row."""
     @_builtins.property
     def num_batched_tokens_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def num_seqs_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def decode_context_length_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens; none = contexts are data."""
+
     def __init__(
         self,
         *,
         num_blocks: _builtins.int = ...,
         num_batched_tokens_buckets: _abc.Iterable[_builtins.int] | None = ...,
         num_seqs_buckets: _abc.Iterable[_builtins.int] | None = ...,
+        decode_context_length_buckets: _abc.Iterable[_builtins.int] | None = ...,
+        kv_segment_size: _builtins.int = ...,
+        num_draft_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_batched_tokens_buckets", b"num_batched_tokens_buckets", "num_blocks", b"num_blocks", "num_seqs_buckets", b"num_seqs_buckets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_context_length_buckets", b"decode_context_length_buckets", "kv_segment_size", b"kv_segment_size", "num_batched_tokens_buckets", b"num_batched_tokens_buckets", "num_blocks", b"num_blocks", "num_draft_tokens", b"num_draft_tokens", "num_seqs_buckets", b"num_seqs_buckets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -456,15 +469,17 @@ class Admission(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
-    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     token_ids: _builtins.bytes
     """All tokens known of the request, generated ones included."""
     num_prompt_tokens: _builtins.int
     num_computed_tokens: _builtins.int
-    temperature: _builtins.float
     seed: _builtins.int
+    """The request's own, or the one drawn when it was accepted."""
+    @_builtins.property
+    def sampling(self) -> Global___SamplingSettings: ...
     def __init__(
         self,
         *,
@@ -472,16 +487,107 @@ class Admission(_message.Message):
         token_ids: _builtins.bytes = ...,
         num_prompt_tokens: _builtins.int = ...,
         num_computed_tokens: _builtins.int = ...,
-        temperature: _builtins.float = ...,
+        sampling: Global___SamplingSettings | None = ...,
         seed: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "row", b"row", "seed", b"seed", "temperature", b"temperature", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "row", b"row", "sampling", b"sampling", "seed", b"seed", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Admission: _TypeAlias = Admission  # noqa: Y015
+
+@_typing.final
+class SamplingSettings(_message.Message):
+    """Every sampling parameter with its value; a sender leaves none out but those that may be absent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    TOP_P_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGIT_BIASES_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    max_tokens: _builtins.int
+    temperature: _builtins.float
+    seed: _builtins.int
+    stop_token_ids: _builtins.bytes
+    ignore_eos: _builtins.bool
+    min_tokens: _builtins.int
+    top_k: _builtins.int
+    top_p: _builtins.float
+    min_p: _builtins.float
+    presence_penalty: _builtins.float
+    frequency_penalty: _builtins.float
+    repetition_penalty: _builtins.float
+    logit_bias_token_ids: _builtins.bytes
+    """Ids, and what is added to the logit of each."""
+    allowed_token_ids: _builtins.bytes
+    """Absent = all ids may come."""
+    logprobs: _builtins.int
+    prompt_logprobs: _builtins.int
+    @_builtins.property
+    def logit_biases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        max_tokens: _builtins.int = ...,
+        temperature: _builtins.float = ...,
+        seed: _builtins.int | None = ...,
+        stop_token_ids: _builtins.bytes = ...,
+        ignore_eos: _builtins.bool = ...,
+        min_tokens: _builtins.int = ...,
+        top_k: _builtins.int = ...,
+        top_p: _builtins.float = ...,
+        min_p: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        repetition_penalty: _builtins.float = ...,
+        logit_bias_token_ids: _builtins.bytes = ...,
+        logit_biases: _abc.Iterable[_builtins.float] | None = ...,
+        allowed_token_ids: _builtins.bytes | None = ...,
+        bad_words: _abc.Iterable[_builtins.bytes] | None = ...,
+        logprobs: _builtins.int | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_allowed_token_ids", b"_allowed_token_ids", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "allowed_token_ids", b"allowed_token_ids", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "seed", b"seed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allowed_token_ids", b"_allowed_token_ids", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias_token_ids", b"logit_bias_token_ids", "logit_biases", b"logit_biases", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__allowed_token_ids: _TypeAlias = _typing.Literal["allowed_token_ids"]  # noqa: Y015
+    _WhichOneofArgType__allowed_token_ids: _TypeAlias = _typing.Literal["_allowed_token_ids", b"_allowed_token_ids"]  # noqa: Y015
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
+    _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__allowed_token_ids) -> _WhichOneofReturnType__allowed_token_ids | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+
+Global___SamplingSettings: _TypeAlias = SamplingSettings  # noqa: Y015
 
 @_typing.final
 class StepResult(_message.Message):
@@ -556,11 +662,7 @@ class Submission(_message.Message):
     STREAM_ID_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    MAX_TOKENS_FIELD_NUMBER: _builtins.int
-    TEMPERATURE_FIELD_NUMBER: _builtins.int
-    SEED_FIELD_NUMBER: _builtins.int
-    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
@@ -570,45 +672,33 @@ class Submission(_message.Message):
     """The frontend's own number for the stream, never used twice within an attach."""
     request_id: _builtins.str
     token_ids: _builtins.bytes
-    max_tokens: _builtins.int
-    temperature: _builtins.float
-    seed: _builtins.int
-    stop_token_ids: _builtins.bytes
-    ignore_eos: _builtins.bool
     cache_salt: _builtins.str
     num_samples: _builtins.int
     """The i-th of the samples goes to stream stream_id + i; 0 counts as 1."""
     priority: _builtins.int
     timeout_seconds: _builtins.float
     skip_prefix_cache: _builtins.bool
+    @_builtins.property
+    def sampling(self) -> Global___SamplingSettings: ...
     def __init__(
         self,
         *,
         stream_id: _builtins.int = ...,
         request_id: _builtins.str = ...,
         token_ids: _builtins.bytes = ...,
-        max_tokens: _builtins.int = ...,
-        temperature: _builtins.float = ...,
-        seed: _builtins.int | None = ...,
-        stop_token_ids: _builtins.bytes = ...,
-        ignore_eos: _builtins.bool = ...,
+        sampling: Global___SamplingSettings | None = ...,
         cache_salt: _builtins.str = ...,
         num_samples: _builtins.int = ...,
         priority: _builtins.int = ...,
         timeout_seconds: _builtins.float | None = ...,
         skip_prefix_cache: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "seed", b"seed", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds", "sampling", b"sampling", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "cache_salt", b"cache_salt", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "num_samples", b"num_samples", "priority", b"priority", "request_id", b"request_id", "seed", b"seed", "skip_prefix_cache", b"skip_prefix_cache", "stop_token_ids", b"stop_token_ids", "stream_id", b"stream_id", "temperature", b"temperature", "timeout_seconds", b"timeout_seconds", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds", "cache_salt", b"cache_salt", "num_samples", b"num_samples", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "skip_prefix_cache", b"skip_prefix_cache", "stream_id", b"stream_id", "timeout_seconds", b"timeout_seconds", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
-    _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__timeout_seconds: _TypeAlias = _typing.Literal["timeout_seconds"]  # noqa: Y015
     _WhichOneofArgType__timeout_seconds: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_seconds) -> _WhichOneofReturnType__timeout_seconds | None: ...
 
 Global___Submission: _TypeAlias = Submission  # noqa: Y015

@@ -39,6 +39,7 @@ def built() -> pb.WorkerReady:
         num_blocks=(1 << 20) // 1024,
         num_seqs_buckets=config.num_seqs_buckets,
         num_batched_tokens_buckets=config.num_batched_tokens_buckets,
+        kv_segment_size=config.kv_segment_size,
     )
 
 

@@ -107,13 +107,14 @@ async def test_what_no_worker_could_compute_is_refused_and_the_rest_of_the_batch
         Submission(stream_id, str(stream_id), np.array(prompt, np.int32), SamplingParams(1))
         for stream_id, prompt in prompts.items()
     ]
-    for stream_id, stop_id in ((6, 100), (7, -1), (8, 2**31 - 1)):
-        params = SamplingParams(1, stop_token_ids=(5, stop_id))
+    stops = [SamplingParams(1, stop_token_ids=(5, stop_id)) for stop_id in (100, -1, 2**31 - 1)]
+    others = [SamplingParams(1, top_p=0.0), SamplingParams(1, logit_bias=((100, 1.0),)), SamplingParams(1, logprobs=1)]
+    for stream_id, params in enumerate((*stops, *others), start=6):
         submissions.append(Submission(stream_id, str(stream_id), np.array([1], np.int32), params))
     frontend.send(submissions=tuple(submissions))
     outcomes = outcomes_of(await frontend.take())
     assert {stream_id: type(outcome) for stream_id, outcome in outcomes.items()} == dict.fromkeys(
-        range(2, 9), InvalidRequestError
+        range(2, 12), InvalidRequestError
     )
     worker.step()
     assert tokens_of(await frontend.take()) == {1: [7]}

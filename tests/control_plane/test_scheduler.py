@@ -65,7 +65,7 @@ def test_an_admission_carries_what_the_worker_must_know() -> None:
     request.seed = 2**63 + 1
     scheduler.add([request])
     (admission,) = plan_step(scheduler).admissions
-    assert (admission.temperature, admission.seed) == (0.5, 2**63 + 1)
+    assert (admission.params, admission.seed) == (request.params, 2**63 + 1)
     assert (admission.num_prompt_tokens, admission.num_computed_tokens) == (5, 0)
 
 

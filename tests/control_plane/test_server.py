@@ -7,14 +7,18 @@ import grpc
 import pytest
 from engine_socket import built, hello, served_engine
 
+from blockplane.control_plane.engine.engine import Engine
 from blockplane.control_plane.engine.server import EngineServer
 from blockplane.protos import wire
 from blockplane.protos.buckets import BucketRules
+from blockplane.protos.config import load_config
 from blockplane.protos.plan import StepPlan, StepResult
 from blockplane.v1 import engine_pb2 as pb
 
 
-async def talk(method: str, *messages: object) -> tuple[list[object], grpc.aio.AioRpcError]:
+async def talk(
+    method: str, *messages: object, engine: Engine | None = None
+) -> tuple[list[object], grpc.aio.AioRpcError]:
     """Send messages one after another's answer; returns the answers and the error that ended the stream."""
     answers = []
 
@@ -23,17 +27,17 @@ async def talk(method: str, *messages: object) -> tuple[list[object], grpc.aio.A
             yield message
         await asyncio.Event().wait()
 
-    async with served_engine() as engine:
+    async with served_engine(engine) as stub:
         try:
-            async for answer in getattr(engine, method)(requests()):
+            async for answer in getattr(stub, method)(requests()):
                 answers.append(answer)
         except grpc.aio.AioRpcError as error:
             return answers, error
     raise AssertionError("the stream ended without an error")
 
 
-def run(method: str, *messages: object) -> tuple[list[object], grpc.aio.AioRpcError]:
-    return asyncio.run(asyncio.wait_for(talk(method, *messages), 20))
+def run(method: str, *messages: object, engine: Engine | None = None) -> tuple[list[object], grpc.aio.AioRpcError]:
+    return asyncio.run(asyncio.wait_for(talk(method, *messages, engine=engine), 20))
 
 
 def test_a_worker_of_another_protocol_is_refused_and_both_versions_named() -> None:
@@ -63,7 +67,15 @@ def test_what_the_worker_s_backend_asks_of_buckets_is_heeded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("num_blocks", 5), ("num_seqs_buckets", [3]), ("num_batched_tokens_buckets", [3])]
+    ("field", "value"),
+    [
+        ("num_blocks", 5),
+        ("num_seqs_buckets", [3]),
+        ("num_batched_tokens_buckets", [3]),
+        ("decode_context_length_buckets", [512]),
+        ("kv_segment_size", 2048),
+        ("num_draft_tokens", 3),
+    ],
 )
 def test_a_worker_that_built_something_else_is_refused_and_both_sides_named(field: str, value: object) -> None:
     ready = built()
@@ -72,8 +84,18 @@ def test_a_worker_that_built_something_else_is_refused_and_both_sides_named(fiel
     answers, error = run("AttachWorker", hello(), pb.AttachWorkerRequest(ready=ready))
     assert len(answers) == 1, "the configuration"
     assert error.code() == grpc.StatusCode.INTERNAL
-    assert "told the worker to build" in error.details()
-    assert str(built().num_blocks) in error.details()
+    told = getattr(built(), field)
+    assert f"told the worker to build {field} {told}, and it built {value};" in error.details()
+
+
+def test_a_worker_compiled_for_8_rows_is_refused_by_an_engine_configured_for_16() -> None:
+    engine = Engine(load_config({"num_seqs_buckets": "16", "max_num_seqs": 16}, {}))
+    ready = built()
+    ready.ClearField("num_seqs_buckets")
+    ready.num_seqs_buckets.append(8)
+    _, error = run("AttachWorker", hello(), pb.AttachWorkerRequest(ready=ready), engine=engine)
+    assert error.code() == grpc.StatusCode.INTERNAL
+    assert "num_seqs_buckets [16], and it built [8]" in error.details()
 
 
 @pytest.mark.parametrize("message", [pb.AttachWorkerRequest(), pb.AttachWorkerRequest(result=pb.StepResult(step=1))])

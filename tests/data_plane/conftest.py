@@ -44,6 +44,7 @@ class BlockKVDriver:
             block_table=self.block_table,
             query_start_loc=torch.tensor([0, count], dtype=torch.int32),
             prior_tokens=torch.tensor([prior], dtype=torch.int32),
+            kv_segment_size=512,
         )
         hidden = self.model.forward(torch.cat((torch.tensor(token_ids), padding)), positions, (batch,))
         self.num_computed_tokens += count

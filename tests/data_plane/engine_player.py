@@ -10,23 +10,27 @@ from dataclasses import replace
 import numpy as np
 
 from blockplane.data_plane.models.synthetic import SyntheticModel
+from blockplane.data_plane.models.synthetic_arithmetic import EOS_TOKEN_ID
 from blockplane.data_plane.runner import Runner
 from blockplane.protos.kv_cache import first_visible
 from blockplane.protos.plan import Admission, Configure, StepPlan
+from blockplane.protos.sampling import SamplingParams
 
 MAX_SEGMENT = 32
+GREEDY = SamplingParams(1)
 
 
 class EnginePlayer:
     """Requests by row: their tokens so far, how many are computed, and their block ids [group][logical block]."""
 
-    def __init__(self, model: SyntheticModel, configure: Configure) -> None:
+    def __init__(self, model: SyntheticModel, configure: Configure, max_segment: int = MAX_SEGMENT) -> None:
         self.configure = configure
         self.texts: dict[int, list[int]] = {}
         self.num_computed_tokens: dict[int, int] = {}
         self.block_ids: dict[int, list[list[int]]] = {}
         self.num_reused = 0
-        self._runner = Runner(model, configure)
+        self._max_segment = max_segment
+        self._runner = Runner(model, configure, (EOS_TOKEN_ID,))
         self._caches = [cache for attention in model.attentions for cache in attention.caches or ()]
         self._free = random.Random(1).sample(range(1, configure.num_blocks), configure.num_blocks - 1)
         self._last_row: dict[int, int] = {}
@@ -35,21 +39,35 @@ class EnginePlayer:
             self._poison(block_id)
 
     def admit(
-        self, row: int, prompt: list[int], num_cached_tokens: int = 0, cached: list[list[int]] | None = None
+        self,
+        row: int,
+        prompt: list[int],
+        num_cached_tokens: int = 0,
+        cached: list[list[int]] | None = None,
+        *,
+        output: tuple[int, ...] = (),
+        params: SamplingParams = GREEDY,
+        seed: int = 0,
     ) -> None:
         """Take a request into the next plan; `cached` are ids [group][logical block] of tokens that are computed."""
-        self.texts[row], self.num_computed_tokens[row] = list(prompt), num_cached_tokens
+        self.texts[row], self.num_computed_tokens[row] = [*prompt, *output], num_cached_tokens
         self.block_ids[row] = [[] for _ in self.configure.kv_cache_groups]
-        admission = Admission(row, np.array(prompt, np.int32), len(prompt), num_cached_tokens, 0.0, 0)
+        token_ids = np.array(self.texts[row], np.int32)
+        admission = Admission(row, token_ids, len(prompt), num_cached_tokens, params, seed)
         self._plan = replace(self._plan, admissions=(*self._plan.admissions, admission))
         for new_block in zip(*cached or (), strict=True):
             self._append_block(row, new_block)
 
+    def release(self, row: int) -> None:
+        """Take a request's row away in the next plan; its blocks are never used again."""
+        del self.texts[row], self.num_computed_tokens[row], self.block_ids[row]
+        self._plan = replace(self._plan, released_rows=np.append(self._plan.released_rows, np.int32(row)))
+
     def step(self) -> None:
-        """Decode every row that can be, and prefill up to MAX_SEGMENT tokens of every other."""
+        """Decode every row that can be, and prefill up to `max_segment` tokens of every other."""
         remaining = {row: len(text) - self.num_computed_tokens[row] for row, text in self.texts.items()}
         decodes = [row for row, count in remaining.items() if count == 1]
-        prefills = {row: min(count, MAX_SEGMENT) for row, count in remaining.items() if count > 1}
+        prefills = {row: min(count, self._max_segment) for row, count in remaining.items() if count > 1}
         for row in (*decodes, *prefills):
             self._grow(row, self.num_computed_tokens[row] + prefills.get(row, 1))
         plan = replace(

@@ -55,6 +55,7 @@ class SyntheticDriver:
             block_table=self.table(chosen, [len(self.states[row]) + num_tokens for row, num_tokens in segments]),
             query_start_loc=bounds.int(),
             prior_tokens=torch.tensor([len(self.states[row]) for row in chosen], dtype=torch.int32),
+            kv_segment_size=512,
         )
         return self._forward(rows, positions, batch, padding)
 

@@ -73,10 +73,10 @@ def test_end_of_text_may_be_one_id_or_several_or_none(eos, expected):
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (LLAMA | {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        (LLAMA | {"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
         (LLAMA | {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": GEMMA}, "vision"),
         ({"text_config": GEMMA}, "(none)"),
-        (GEMMA | {"layer_types": ["full_attention"] * 6 + ["linear_attention"]}, "linear_attention"),
+        (GEMMA | {"layer_types": ["full_attention"] * 6 + ["indexed_attention"]}, "Layer 6 is of kind indexed"),
         (GEMMA | {"layer_types": ["full_attention"] * 6}, "layer_types"),
         (LLAMA | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
         (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "factor"),
@@ -93,3 +93,24 @@ def test_what_the_decoder_lacks_is_refused_by_name(config, named):
     with pytest.raises(ModelError) as refused:
         parse_config(config)
     assert named in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"layer_types": ["full_attention", "linear_attention"]}, "Layer 1 is of kind linear_attention"),
+        ({"layer_types": ["mamba", "attention"]}, "Layer 0 is of kind mamba"),
+        ({"layers_block_type": ["attention", "hybrid"]}, "Layer 1 is of kind hybrid"),
+        ({"block_types": ["attention", "recurrent"], "num_hidden_layers": 5}, "Layer 1 is of kind recurrent"),
+        ({"architectures": ["MambaForCausalLM"]}, "Layer 0 is of kind MambaForCausalLM"),
+        ({"architectures": ["FalconMambaForCausalLM"]}, "Layer 0 is of kind FalconMamba"),
+        ({"architectures": ["RwkvForCausalLM"]}, "Layer 0 is of kind Rwkv"),
+        ({"architectures": ["T5EncoderModel"]}, "Layer 0 is a layer of the encoder T5EncoderModel"),
+        ({"architectures": ["BertModel"]}, "Layer 0 is a layer of the encoder BertModel"),
+        ({"architectures": ["XLMRobertaForSequenceClassification"]}, "the encoder XLMRoberta"),
+    ],
+)
+@pytest.mark.parametrize("known", [LLAMA, GEMMA], ids=["llama", "gemma"])
+def test_layers_without_kv_are_refused_by_name_whatever_the_architecture(known, config, named):
+    with pytest.raises(ModelError, match=named):
+        parse_config(known | config)

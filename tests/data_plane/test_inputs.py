@@ -10,6 +10,7 @@ from blockplane.data_plane.inputs import decode_inputs, prefill_inputs
 from blockplane.data_plane.rows import Rows
 from blockplane.protos.kv_cache import KVCacheGroup
 from blockplane.protos.plan import Admission, Configure, StepPlan
+from blockplane.protos.sampling import SamplingParams
 
 BLOCK_SIZE = 4
 
@@ -29,7 +30,12 @@ def occupied_rows(draw: st.DrawFn) -> tuple[Rows, list[int]]:
             1,
             admissions=tuple(
                 Admission(
-                    row, np.array(draw(st.lists(st.integers(1, 999), min_size=n, max_size=n)), np.int32), n, 0, 0, 0
+                    row,
+                    np.array(draw(st.lists(st.integers(1, 999), min_size=n, max_size=n)), np.int32),
+                    n,
+                    0,
+                    SamplingParams(1),
+                    0,
                 )
                 for row, n in zip(places, num_tokens, strict=True)
             ),

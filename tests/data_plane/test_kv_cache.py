@@ -138,11 +138,11 @@ REFUSED = {
     ),
     "a window on a full layer": (
         {"kv_cache_groups": (group(*NAMES, sliding_window=48),), "kv_cache_tensors": ()},
-        f"48.*{FIRST} sees all",
+        f"window of 48 tokens.*{FIRST} sees all",
     ),
     "a window that is too short": (
         {"kv_cache_groups": (group(FIRST, LAST), group(MIDDLE, sliding_window=47))},
-        f"47.*{MIDDLE} sees 48",
+        f"window of 47 tokens.*{MIDDLE} sees a window of 48 tokens",
     ),
     "another shape": (
         {"kv_cache_groups": (replace(group(FIRST, LAST), num_kv_heads=4), WINDOW_GROUP)},
@@ -152,9 +152,9 @@ REFUSED = {
         {"kv_cache_groups": (group(FIRST, LAST), replace(WINDOW_GROUP, dtype="bfloat16"))},
         f"bfloat16.*{MIDDLE}.*float32",
     ),
-    "chunks": (
+    "chunks on a layer with a window": (
         {"kv_cache_groups": (group(FIRST, LAST), replace(group(MIDDLE), attention_chunk_size=64))},
-        "attention_chunk_size of 64",
+        f"chunks of 64 tokens.*{MIDDLE} sees a window of 48 tokens",
     ),
     "drafts": ({"num_draft_tokens": 3}, "3 draft tokens.*this worker proposes no drafts"),
 }
@@ -180,6 +180,20 @@ def test_a_full_group_may_hold_layers_with_a_window() -> None:
     model = SyntheticModel("float32")
     Runner(model, replace(HYBRID, kv_cache_groups=(group(*NAMES),), kv_cache_tensors=tuple(map(tensor, NAMES))))
     assert {attention.group for attention in model.attentions} == {0}
+
+
+def test_a_layer_that_sees_chunks_says_so_and_may_be_kept_in_chunks_or_whole_but_in_no_others() -> None:
+    model = SyntheticModel("float32")
+    middle = model.attentions[1]
+    middle.spec = replace(middle.spec, sliding_window=None, attention_chunk_size=64)
+    assert [spec.attention_chunk_size for spec in layer_kv_specs(model)] == [None, 64, None]
+    for kept in (64, None):
+        chunks = replace(group(MIDDLE), attention_chunk_size=kept)
+        Runner(model, replace(HYBRID, kv_cache_groups=(group(FIRST, LAST), chunks)))
+        assert middle.group == 1
+    for wrong in (replace(group(MIDDLE), attention_chunk_size=32), group(MIDDLE, sliding_window=64)):
+        with pytest.raises(ProtocolError, match=f"{MIDDLE} sees chunks of 64 tokens"):
+            Runner(model, replace(HYBRID, kv_cache_groups=(group(FIRST, LAST), wrong)))
 
 
 def test_layers_are_named_by_their_place_and_say_what_they_see() -> None:

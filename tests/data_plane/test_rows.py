@@ -9,6 +9,7 @@ from blockplane.data_plane.rows import Rows
 from blockplane.protos.errors import ProtocolError
 from blockplane.protos.kv_cache import KVCacheGroup
 from blockplane.protos.plan import Admission, Configure, StepPlan
+from blockplane.protos.sampling import SamplingParams
 
 CONFIGURE = Configure(4, num_blocks=10, max_model_len=16, num_batched_tokens_buckets=(8,), num_seqs_buckets=(2, 3))
 
@@ -18,7 +19,7 @@ def column(*values: int) -> np.ndarray:
 
 
 def admit(row: int, num_tokens: int = 5, seed: int = 0) -> Admission:
-    return Admission(row, np.arange(1, num_tokens + 1, dtype=np.int32), num_tokens, 0, 0.5, seed)
+    return Admission(row, np.arange(1, num_tokens + 1, dtype=np.int32), num_tokens, 0, SamplingParams(1), seed)
 
 
 def first_plan() -> StepPlan:
@@ -41,15 +42,12 @@ def prefilled_rows() -> Rows:
     return rows
 
 
-def test_an_admitted_row_holds_its_tokens_blocks_and_sampling() -> None:
+def test_an_admitted_row_holds_its_tokens_and_blocks() -> None:
     rows = Rows(CONFIGURE)
-    plan = first_plan()
-    rows.apply(replace(plan, admissions=(replace(plan.admissions[0], seed=2**64 - 1),)))
+    rows.apply(first_plan())
     assert rows.token_ids[1, :5].tolist() == [1, 2, 3, 4, 5]
     assert rows.num_tokens.tolist() == [0, 5, 0]
     assert rows.block_table.block_ids[0, 1, :3].tolist() == [7, 3, 0]
-    assert rows.temperature[1] == np.float32(0.5)
-    assert int(rows.seed[1]) == 2**64 - 1
 
 
 def test_a_sampled_token_is_the_next_input() -> None:
@@ -227,14 +225,14 @@ def test_one_token_for_each_decode_row_may_be_said() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 2, -1])
-def test_any_other_number_of_decode_tokens_is_refused_for_want_of_drafts(num_tokens: int) -> None:
-    with pytest.raises(ProtocolError, match="this worker proposes no drafts"):
+def test_any_other_number_of_decode_tokens_is_refused_where_no_drafts_are_configured(num_tokens: int) -> None:
+    with pytest.raises(ProtocolError, match="another number of tokens than 1 to 1"):
         prefilled_rows().apply(StepPlan(2, decode_rows=column(1), decode_num_tokens=column(num_tokens)))
     rows = prefilled_rows()
     rows.apply(StepPlan(2, decode_rows=column(1)))
     rows.advance(column(1), column(1))
     rows.append(column(1), column(43))
-    with pytest.raises(ProtocolError, match="this worker proposes no drafts"):
+    with pytest.raises(ProtocolError, match="another number of tokens than 1 to 1"):
         rows.apply(StepPlan(3, decode_num_tokens=column(num_tokens)))
 
 

@@ -5,10 +5,12 @@ import pytest
 import torch
 from synthetic_oracle import continue_greedily
 
+from blockplane.data_plane.graphs import Shape
 from blockplane.data_plane.models.synthetic import SyntheticModel
 from blockplane.data_plane.runner import Runner
 from blockplane.protos.errors import ProtocolError
 from blockplane.protos.plan import Admission, Configure, Int32Array, StepPlan
+from blockplane.protos.sampling import SamplingParams
 
 BLOCK_SIZE = 4
 CONFIGURE = Configure(BLOCK_SIZE, 64, 128, num_batched_tokens_buckets=(16, 64), num_seqs_buckets=(1, 4))
@@ -19,7 +21,7 @@ def column(*values: int) -> Int32Array:
 
 
 def admit(row: int, prompt: list[int]) -> Admission:
-    return Admission(row, np.array(prompt, np.int32), len(prompt), 0, 0.0, 0)
+    return Admission(row, np.array(prompt, np.int32), len(prompt), 0, SamplingParams(1), 0)
 
 
 def blocks(row: int, num_blocks: int, first: int) -> tuple[Int32Array, Int32Array]:
@@ -75,6 +77,6 @@ def test_a_plan_without_work_is_refused() -> None:
 
 def test_what_was_built_is_what_was_told() -> None:
     runner = Runner(SyntheticModel("float32"), CONFIGURE)
-    assert runner.num_blocks == CONFIGURE.num_blocks
-    assert runner.num_seqs_buckets == (1, 4)
-    assert runner.num_batched_tokens_buckets == (16, 64)
+    assert runner.configure == CONFIGURE
+    assert runner.graphs.num_builds == 4
+    assert set(runner.graphs.num_runs) == {Shape(16), Shape(64), Shape(1, 1), Shape(4, 4)}

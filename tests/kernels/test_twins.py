@@ -1,161 +1,155 @@
-"""The reference kernels and their twin for CPUs against dense attention in float64, in caches full of NaN."""
+"""The reference kernels and their twins against dense attention in float64, in caches full of poison."""
 
-from dataclasses import dataclass
 from types import ModuleType
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from poisoned_cache import HEAD_DIM, SCALE, SHAPES, Cache, Shape, assert_close
 
-from blockplane.kernels import cpu, reference
-from blockplane.kernels.slots import PAD_SLOT_ID, SKIP_BLOCK_ID, slots_of
-
-HEAD_DIM = 8
-SCALE = 0.3
+from blockplane.kernels import cpu, reference, segments
+from blockplane.kernels.slots import PAD_SLOT_ID, SKIP_BLOCK_ID
 
 each_twin = pytest.mark.parametrize("kernels", [reference, cpu], ids=["reference", "cpu"])
-
-
-@dataclass(frozen=True)
-class Shape:
-    block_size: int
-    num_kv_heads: int
-    group: int
-    sliding_window: int | None
-    soft_cap: float | None
-
-    @property
-    def num_heads(self) -> int:
-        return self.num_kv_heads * self.group
-
-
-SHAPES = st.builds(
-    Shape,
-    block_size=st.sampled_from([1, 2, 4, 16]),
-    num_kv_heads=st.integers(1, 3),
-    group=st.integers(1, 3),
-    sliding_window=st.sampled_from([None, 1, 3, 8, 100]),
-    soft_cap=st.sampled_from([None, 0.5, 20.0]),
+each_segmented_twin = pytest.mark.parametrize(
+    "attention", [reference, segments, cpu], ids=["reference", "segments", "cpu"]
 )
-
-
-class Cache:
-    """The KV of several sequences in scattered blocks; every slot that no sequence owns holds NaN."""
-
-    def __init__(self, kernels: ModuleType, shape: Shape, seq_lens: list[int], seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.shape = shape
-        widths = [-(-seq_len // shape.block_size) for seq_len in seq_lens]
-        total_blocks = 1 + 2 * sum(widths)
-        free = iter((1 + torch.randperm(total_blocks - 1, generator=generator)).tolist())
-        self.block_table = torch.full((len(seq_lens), max(widths) + 2), SKIP_BLOCK_ID, dtype=torch.int32)
-        for row, width in enumerate(widths):
-            self.block_table[row, :width] = torch.tensor([next(free) for _ in range(width)])
-        self.keys, self.values, self.queries = (
-            [torch.randn(seq_len, heads, HEAD_DIM, generator=generator) for seq_len in seq_lens]
-            for heads in (shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
-        )
-        self.k_cache, self.v_cache = (
-            torch.full((total_blocks, shape.block_size, shape.num_kv_heads, HEAD_DIM), float("nan")) for _ in range(2)
-        )
-        self.owned = torch.zeros(total_blocks * shape.block_size, dtype=torch.bool)
-        for row, seq_len in enumerate(seq_lens):
-            slots = self.slots(row, torch.arange(seq_len))
-            self.owned[slots] = True
-            kernels.write_kv(self.keys[row], self.values[row], self.k_cache, self.v_cache, slots)
-
-    def slots(self, row: int, positions: Tensor) -> Tensor:
-        return slots_of(self.block_table, torch.full_like(positions, row), positions, self.shape.block_size)
-
-    def dense(self, row: int, first: int) -> Tensor:
-        """The right answer in float64 for the queries of a row from position `first` on, one query at a time."""
-        shape = self.shape
-        outputs = []
-        for position in range(first, len(self.queries[row])):
-            start = 0 if shape.sliding_window is None else max(0, position - shape.sliding_window + 1)
-            for head in range(shape.num_heads):
-                keys = self.keys[row][start : position + 1, head // shape.group].double()
-                values = self.values[row][start : position + 1, head // shape.group].double()
-                scores = keys @ self.queries[row][position, head].double() * SCALE
-                if shape.soft_cap is not None:
-                    scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
-                outputs.append(torch.softmax(scores, dim=0) @ values)
-        return torch.stack(outputs).view(-1, shape.num_heads, HEAD_DIM)
-
-    def settings(self) -> dict[str, float | int | None]:
-        return {"scale": SCALE, "sliding_window": self.shape.sliding_window, "soft_cap": self.shape.soft_cap}
-
-    def assert_only_owned_slots_are_finite(self) -> None:
-        for cache in (self.k_cache, self.v_cache):
-            assert torch.equal(cache.flatten(0, 1).isfinite().all(dim=(1, 2)), self.owned)
-            assert torch.equal(cache.flatten(0, 1).isnan().any(dim=(1, 2)), ~self.owned)
-
-
-def assert_close(output: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+POISONS = st.sampled_from([float("nan"), 1e30])
+SEGMENT_SIZES = st.sampled_from([1, 2, 5, 8, 16, 512])
+RAGGED_SEGMENTS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), min_size=1, max_size=3).filter(
+    lambda segments: any(prior + count for prior, count in segments)
+)
 
 
 @each_twin
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     shape=SHAPES,
-    seq_lens=st.lists(st.integers(3, 20), min_size=1, max_size=3),
-    num_new_tokens=st.integers(1, 3),
+    seq_lens=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    num_new_tokens=st.integers(1, 5),
     seed=st.integers(0, 999),
+    dtype=DTYPES,
+    poison=POISONS,
 )
-def test_decode_equals_dense_attention_and_padding_rows_are_zero(kernels, shape, seq_lens, num_new_tokens, seed):
-    cache = Cache(kernels, shape, seq_lens, seed)
-    padded_table = torch.cat((cache.block_table, torch.full_like(cache.block_table[:1], SKIP_BLOCK_ID)))
-    query = torch.stack([queries[-num_new_tokens:] for queries in cache.queries])
-    query = torch.cat((query, torch.full_like(query[:1], float("nan"))))
-    output = kernels.decode_attention(
-        query,
-        cache.k_cache,
-        cache.v_cache,
-        padded_table,
-        torch.tensor([*seq_lens, 0], dtype=torch.int32),
-        **cache.settings(),
-    )
+def test_decode_equals_dense_attention_and_padding_rows_are_zero(
+    kernels: ModuleType,
+    shape: Shape,
+    seq_lens: list[int],
+    num_new_tokens: int,
+    seed: int,
+    dtype: torch.dtype,
+    poison: float,
+) -> None:
+    num_new_tokens = min(num_new_tokens, *seq_lens)
+    cache = Cache(kernels, shape, seq_lens, seed, dtype, poison)
+    output = cache.decode(kernels, num_new_tokens, num_padding_rows=2)
+    assert output.dtype == dtype
     for row, seq_len in enumerate(seq_lens):
         assert_close(output[row], cache.dense(row, seq_len - num_new_tokens))
-    assert not output[-1].any()
-    cache.assert_only_owned_slots_are_finite()
+    assert not output[-2:].any()
+    cache.assert_only_owned_slots_were_written()
 
 
 @each_twin
 @settings(max_examples=60, deadline=None)
 @given(
     shape=SHAPES,
-    segments=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), min_size=1, max_size=3),
-    num_padding=st.integers(0, 4),
+    seq_lens=st.lists(st.integers(4, 30), min_size=1, max_size=3),
+    kind=st.sampled_from(["all ones", "triangle", "random", "none"]),
+    mask_dtype=st.sampled_from([torch.bool, torch.float32]),
     seed=st.integers(0, 999),
 )
-def test_segments_equal_dense_attention_and_padding_tokens_are_zero(kernels, shape, segments, num_padding, seed):
-    cache = Cache(kernels, shape, [prior + count for prior, count in segments], seed)
-    counts = [count for _, count in segments]
-    packed = [queries[prior:] for queries, (prior, _) in zip(cache.queries, segments, strict=True)]
-    padding = torch.full((num_padding, shape.num_heads, HEAD_DIM), float("nan"))
-    query_start_loc = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
-    output = kernels.segmented_attention(
-        torch.cat((*packed, padding)),
+def test_the_active_mask_says_which_new_tokens_see_each_other(
+    kernels: ModuleType, shape: Shape, seq_lens: list[int], kind: str, mask_dtype: torch.dtype, seed: int
+) -> None:
+    """A token that sees neither history nor new tokens yields zero."""
+    cache = Cache(kernels, shape, seq_lens, seed)
+    ones = torch.ones(len(seq_lens), shape.num_heads, 4, 4)
+    random = torch.rand(ones.shape, generator=torch.Generator().manual_seed(seed)) < 0.5
+    mask = {"all ones": ones, "triangle": ones.tril(), "random": random, "none": 0 * ones}[kind].to(mask_dtype)
+    output = cache.decode(kernels, 4, mask_active=mask)
+    for row, seq_len in enumerate(seq_lens):
+        assert_close(output[row], cache.dense(row, seq_len - 4, mask[row]))
+
+
+@each_twin
+def test_without_an_active_mask_new_tokens_are_a_chain(kernels: ModuleType) -> None:
+    cache = Cache(kernels, Shape(4, 2, 2), [9, 21])
+    triangle = torch.ones(2, 4, 3, 3).tril()
+    torch.testing.assert_close(cache.decode(kernels, 3), cache.decode(kernels, 3, mask_active=triangle))
+    assert not torch.allclose(cache.decode(kernels, 3), cache.decode(kernels, 3, mask_active=torch.ones(2, 4, 3, 3)))
+
+
+@each_twin
+@settings(max_examples=30, deadline=None)
+@given(shape=SHAPES, seq_len=st.integers(1, 3))
+def test_a_row_with_fewer_tokens_has_them_at_the_end(kernels: ModuleType, shape: Shape, seq_len: int) -> None:
+    """What stands at negative positions is zero, whatever its queries are."""
+    cache = Cache(kernels, shape, [seq_len])
+    cache.queries[0] = torch.cat((torch.full((2, shape.num_heads, HEAD_DIM), float("nan")), cache.queries[0]))
+    output = kernels.decode_attention(
+        cache.queries[0][None],
         cache.k_cache,
         cache.v_cache,
         cache.block_table,
-        query_start_loc,
-        torch.tensor([prior for prior, _ in segments], dtype=torch.int32),
+        torch.tensor([seq_len], dtype=torch.int32),
         **cache.settings(),
     )
-    parts = output.split([*counts, num_padding])
-    for row, (prior, _) in enumerate(segments):
+    assert not output[0, :2].any()
+    cache.queries[0] = cache.queries[0][2:]
+    assert_close(output[0, 2:], cache.dense(0, 0))
+
+
+@each_segmented_twin
+@settings(max_examples=80, deadline=None)
+@given(
+    shape=SHAPES,
+    ragged=RAGGED_SEGMENTS,
+    kv_segment_size=SEGMENT_SIZES,
+    num_padding=st.integers(0, 4),
+    seed=st.integers(0, 999),
+    dtype=DTYPES,
+    poison=POISONS,
+)
+def test_segments_equal_dense_attention_and_padding_tokens_are_zero(
+    attention: ModuleType,
+    shape: Shape,
+    ragged: list[tuple[int, int]],
+    kv_segment_size: int,
+    num_padding: int,
+    seed: int,
+    dtype: torch.dtype,
+    poison: float,
+) -> None:
+    cache = Cache(reference, shape, [prior + count for prior, count in ragged], seed, dtype, poison)
+    output = cache.prefill(attention, [prior for prior, _ in ragged], kv_segment_size, num_padding)
+    assert output.dtype == dtype
+    parts = output.split([*(count for _, count in ragged), num_padding])
+    for row, (prior, _) in enumerate(ragged):
         assert_close(parts[row], cache.dense(row, prior))
     assert not parts[-1].any()
-    cache.assert_only_owned_slots_are_finite()
+    cache.assert_only_owned_slots_were_written()
+
+
+@each_segmented_twin
+@settings(max_examples=30, deadline=None)
+@given(shape=SHAPES, ragged=RAGGED_SEGMENTS, seed=st.integers(0, 999))
+def test_the_unsegmented_mode_reads_no_prior_kv(
+    attention: ModuleType, shape: Shape, ragged: list[tuple[int, int]], seed: int
+) -> None:
+    cache = Cache(reference, shape, [prior + count for prior, count in ragged], seed)
+    for row, (prior, _) in enumerate(ragged):
+        slots = cache.slots(row, torch.arange(prior))
+        cache.k_cache.flatten(0, 1)[slots] = cache.v_cache.flatten(0, 1)[slots] = float("nan")
+    parts = cache.prefill(attention, [prior for prior, _ in ragged], kv_segment_size=0).split([n for _, n in ragged])
+    for row, (prior, _) in enumerate(ragged):
+        assert_close(parts[row], cache.dense(row, prior, least=prior))
 
 
 @each_twin
-def test_padding_never_writes_a_slot(kernels):
+def test_padding_never_writes_a_slot(kernels: ModuleType) -> None:
     k_cache, v_cache = torch.zeros(3, 2, 1, HEAD_DIM), torch.zeros(3, 2, 1, HEAD_DIM)
     new = torch.ones(3, 1, HEAD_DIM)
     kernels.write_kv(new, 2 * new, k_cache, v_cache, torch.tensor([PAD_SLOT_ID, 3, PAD_SLOT_ID]))
@@ -166,7 +160,7 @@ def test_padding_never_writes_a_slot(kernels):
 
 @each_twin
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
-def test_new_kv_is_cast_to_the_caches_dtype(kernels, dtype):
+def test_new_kv_is_cast_to_the_caches_dtype(kernels: ModuleType, dtype: torch.dtype) -> None:
     k_cache, v_cache = torch.zeros(2, 1, 1, HEAD_DIM, dtype=dtype), torch.zeros(2, 1, 1, HEAD_DIM, dtype=dtype)
     new = torch.randn(1, 1, HEAD_DIM)
     kernels.write_kv(new, new, k_cache, v_cache, torch.tensor([1]))
@@ -174,106 +168,80 @@ def test_new_kv_is_cast_to_the_caches_dtype(kernels, dtype):
     assert torch.equal(v_cache[1].float(), new.to(dtype).float())
 
 
+def attention_over(cache: Cache, seen: list[int]) -> torch.Tensor:
+    """Row 0's last query, one KV head, over the positions `seen` alone."""
+    scores = torch.einsum("hd,kd->hk", cache.queries[0][-1], cache.keys[0][seen, 0]) * SCALE
+    return torch.softmax(scores, -1) @ cache.values[0][seen, 0]
+
+
 @each_twin
-def test_a_skipped_block_is_not_read_and_takes_no_weight(kernels):
+def test_a_skipped_block_is_not_read_and_takes_no_weight(kernels: ModuleType) -> None:
     """A row whose middle block is -1 attends as one whose context lacks those tokens."""
-    shape = Shape(block_size=2, num_kv_heads=1, group=2, sliding_window=None, soft_cap=None)
-    cache = Cache(kernels, shape, [6], seed=0)
-    query = cache.queries[0][-1:]
+    cache = Cache(kernels, Shape(block_size=2, num_kv_heads=1, group=2), [6])
     cache.block_table[0, 1] = SKIP_BLOCK_ID
-    output = kernels.decode_attention(
-        query[None],
-        cache.k_cache,
-        cache.v_cache,
-        cache.block_table,
-        torch.tensor([6], dtype=torch.int32),
-        **cache.settings(),
-    )
-    seen = torch.tensor([0, 1, 4, 5])
-    scores = torch.einsum("hd,kd->hk", query[0], cache.keys[0][seen, 0]) * SCALE
-    torch.testing.assert_close(output[0, 0], torch.softmax(scores, -1) @ cache.values[0][seen, 0])
+    torch.testing.assert_close(cache.decode(kernels, 1)[0, 0], attention_over(cache, [0, 1, 4, 5]))
 
 
-@each_twin
-def test_blocks_before_the_window_need_not_be_there(kernels):
-    shape = Shape(block_size=2, num_kv_heads=1, group=1, sliding_window=3, soft_cap=None)
-    cache = Cache(kernels, shape, [9], seed=1)
-    cache.block_table[0, :3] = SKIP_BLOCK_ID
-    output = kernels.decode_attention(
-        cache.queries[0][-1:][None],
-        cache.k_cache,
-        cache.v_cache,
-        cache.block_table,
-        torch.tensor([9], dtype=torch.int32),
-        **cache.settings(),
-    )
-    assert_close(output[0], cache.dense(0, 8))
+@each_segmented_twin
+def test_a_prefill_skips_blocks_as_well(attention: ModuleType) -> None:
+    cache = Cache(reference, Shape(block_size=2, num_kv_heads=1, group=2), [6])
+    cache.block_table[0, 1] = SKIP_BLOCK_ID
+    torch.testing.assert_close(cache.prefill(attention, [5], 4)[0], attention_over(cache, [0, 1, 4, 5]))
 
 
-WINDOWED = st.builds(
-    Shape,
-    block_size=st.sampled_from([1, 2, 4, 16]),
-    num_kv_heads=st.integers(1, 2),
-    group=st.integers(1, 2),
-    sliding_window=st.sampled_from([1, 3, 8, 17]),
-    soft_cap=st.none(),
-)
+def test_a_sink_of_great_weight_takes_nearly_all_and_gives_nothing() -> None:
+    cache = Cache(reference, Shape(block_size=4, num_kv_heads=1, group=2), [9])
+    plain = cache.decode(reference, 1)
+    sunk = cache.decode(reference, 1, sinks=torch.tensor([50.0, -50.0]))
+    assert sunk[0, 0, 0].abs().max() < 1e-15
+    torch.testing.assert_close(sunk[0, 0, 1], plain[0, 0, 1])
 
 
-def poison_what_left_the_window(cache: Cache, row: int, start: int, skipped: bool) -> None:
+def poison_what_is_out_of_reach(cache: Cache, row: int, start: int, is_skipped: bool) -> None:
     """Fill the blocks that no query from position `start` on sees with NaN, as another row's; their entries stay."""
-    assert cache.shape.sliding_window is not None
-    num_left = max(0, start - cache.shape.sliding_window + 1) // cache.shape.block_size
+    num_left = cache.shape.first_reached(start) // cache.shape.block_size
     for kv in (cache.k_cache, cache.v_cache):
         kv[cache.block_table[row, :num_left]] = float("nan")
-    if skipped:
+    if is_skipped:
         cache.block_table[row, :num_left] = SKIP_BLOCK_ID
+
+
+LIMITED = SHAPES.filter(lambda shape: shape.sliding_window or shape.attention_chunk_size)
 
 
 @each_twin
 @settings(max_examples=50, deadline=None)
 @given(
-    shape=WINDOWED,
+    shape=LIMITED,
     seq_lens=st.lists(st.integers(3, 60), min_size=1, max_size=3),
     num_new_tokens=st.integers(1, 3),
-    skipped=st.booleans(),
+    is_skipped=st.booleans(),
 )
-def test_decode_reads_nothing_through_entries_left_of_the_window(kernels, shape, seq_lens, num_new_tokens, skipped):
+def test_decode_reads_nothing_through_entries_out_of_reach(
+    kernels: ModuleType, shape: Shape, seq_lens: list[int], num_new_tokens: int, is_skipped: bool
+) -> None:
     cache = Cache(kernels, shape, seq_lens, seed=3)
     for row, seq_len in enumerate(seq_lens):
-        poison_what_left_the_window(cache, row, seq_len - num_new_tokens, skipped)
-    output = kernels.decode_attention(
-        torch.stack([queries[-num_new_tokens:] for queries in cache.queries]),
-        cache.k_cache,
-        cache.v_cache,
-        cache.block_table,
-        torch.tensor(seq_lens, dtype=torch.int32),
-        **cache.settings(),
-    )
+        poison_what_is_out_of_reach(cache, row, seq_len - num_new_tokens, is_skipped)
+    output = cache.decode(kernels, num_new_tokens)
     for row, seq_len in enumerate(seq_lens):
         assert_close(output[row], cache.dense(row, seq_len - num_new_tokens))
 
 
-@each_twin
+@each_segmented_twin
 @settings(max_examples=50, deadline=None)
 @given(
-    shape=WINDOWED,
-    segments=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 24)), min_size=1, max_size=3),
-    skipped=st.booleans(),
+    shape=LIMITED,
+    ragged=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 24)), min_size=1, max_size=3),
+    kv_segment_size=SEGMENT_SIZES,
+    is_skipped=st.booleans(),
 )
-def test_prefill_reads_nothing_through_entries_left_of_the_window(kernels, shape, segments, skipped):
-    cache = Cache(kernels, shape, [prior + count for prior, count in segments], seed=4)
-    for row, (prior, _) in enumerate(segments):
-        poison_what_left_the_window(cache, row, prior, skipped)
-    counts = [count for _, count in segments]
-    output = kernels.segmented_attention(
-        torch.cat([queries[prior:] for queries, (prior, _) in zip(cache.queries, segments, strict=True)]),
-        cache.k_cache,
-        cache.v_cache,
-        cache.block_table,
-        torch.tensor([0, *counts]).cumsum(0).to(torch.int32),
-        torch.tensor([prior for prior, _ in segments], dtype=torch.int32),
-        **cache.settings(),
-    )
-    for row, (part, (prior, _)) in enumerate(zip(output.split(counts), segments, strict=True)):
+def test_prefill_reads_nothing_through_entries_out_of_reach(
+    attention: ModuleType, shape: Shape, ragged: list[tuple[int, int]], kv_segment_size: int, is_skipped: bool
+) -> None:
+    cache = Cache(reference, shape, [prior + count for prior, count in ragged], seed=4)
+    for row, (prior, _) in enumerate(ragged):
+        poison_what_is_out_of_reach(cache, row, prior, is_skipped)
+    output = cache.prefill(attention, [prior for prior, _ in ragged], kv_segment_size)
+    for row, (part, (prior, _)) in enumerate(zip(output.split([n for _, n in ragged]), ragged, strict=True)):
         assert_close(part, cache.dense(row, prior))

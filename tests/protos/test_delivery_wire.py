@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
-from wire_values import CUT, columns, comparable, id_tuples, int32, models, seeds, sent, temperatures, uint32
+from wire_values import CUT, columns, comparable, id_tuples, int32, models, sampling_params, sent, uint32
 
 from blockplane.protos import delivery_wire
 from blockplane.protos.delivery import Delivery, Ending, FrontendBatch, ServingState, Submission
@@ -31,20 +31,12 @@ from blockplane.protos.sampling import MAX_SAMPLES, SamplingParams
 from blockplane.protos.wire import PROTOCOL_VERSION
 from blockplane.v1 import engine_pb2 as pb
 
-params = st.builds(
-    SamplingParams,
-    max_tokens=uint32,
-    temperature=temperatures,
-    seed=st.none() | seeds,
-    stop_token_ids=id_tuples,
-    ignore_eos=st.booleans(),
-)
 submissions = st.builds(
     Submission,
     stream_id=uint32,
     request_id=st.text(),
     prompt_token_ids=columns,
-    params=params,
+    params=sampling_params,
     num_samples=st.integers(1, MAX_SAMPLES),
     priority=int32,
     timeout_seconds=st.none() | st.floats(0, allow_infinity=False),
@@ -217,9 +209,12 @@ def test_a_truncated_column_is_a_protocol_error(read: Callable[[Any], Any], empt
         read(type(empty)(**{column: CUT}))
 
 
-@pytest.mark.parametrize("column", ["token_ids", "stop_token_ids"])
-def test_a_truncated_column_of_a_submission_is_a_protocol_error(column: str) -> None:
-    batch = pb.AttachFrontendRequest(submissions=[pb.Submission(**{column: CUT})])
+@pytest.mark.parametrize(
+    "submission",
+    [pb.Submission(token_ids=CUT), pb.Submission(sampling=pb.SamplingSettings(stop_token_ids=CUT))],
+)
+def test_a_truncated_column_of_a_submission_is_a_protocol_error(submission: pb.Submission) -> None:
+    batch = pb.AttachFrontendRequest(submissions=[submission])
     with pytest.raises(ProtocolError, match="7 bytes"):
         delivery_wire.frontend_batch_from_proto(batch)
 

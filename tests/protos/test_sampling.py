@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockplane.protos.errors import InvalidRequestError
-from blockplane.protos.sampling import MAX_TEMPERATURE, SamplingParams, check_sampling_params, check_token_ids
+from blockplane.protos.sampling import (
+    MAX_BAD_WORD_LEN,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_TEMPERATURE,
+    SamplingParams,
+    check_sampling_params,
+    check_token_ids,
+)
 
 VOCAB_SIZE = 50
 SOUND = SamplingParams(max_tokens=1)
@@ -32,6 +40,30 @@ SOUND = SamplingParams(max_tokens=1)
         ("stop_token_ids", (0, VOCAB_SIZE)),
         ("stop_token_ids", (3, 2**63 - 1, 4)),
         ("stop_token_ids", (3, -(2**63), 4)),
+        ("min_tokens", -1),
+        ("min_tokens", SOUND.max_tokens + 1),
+        ("top_k", -1),
+        ("top_k", 2**31),
+        ("top_p", 0.0),
+        ("top_p", -0.5),
+        ("top_p", math.nextafter(1, 2)),
+        ("top_p", math.nan),
+        ("min_p", -0.001),
+        ("min_p", math.nextafter(1, 2)),
+        ("min_p", math.nan),
+        *((f"{kind}_penalty", value) for kind in ("presence", "frequency") for value in (-2.001, 2.001, math.nan)),
+        *(("repetition_penalty", value) for value in (0.0, -1.0, 2.001, math.nan, math.inf)),
+        *(("logit_bias", ((token_id, 1.0),)) for token_id in (-1, VOCAB_SIZE, 2**63 - 1)),
+        *(("logit_bias", ((3, bias),)) for bias in (-100.1, 100.1, math.nan, math.inf)),
+        ("logit_bias", ((3, 1.0), (4, 1.0), (3, 1.0))),
+        ("logit_bias", tuple((0, 0.0) for _ in range(MAX_LOGIT_BIASES + 1))),
+        ("allowed_token_ids", ()),
+        *(("allowed_token_ids", (3, token_id)) for token_id in (-1, VOCAB_SIZE, 2**63 - 1)),
+        ("bad_words", ((3,), ())),
+        *(("bad_words", ((3,), (4, token_id))) for token_id in (-1, VOCAB_SIZE, 2**63 - 1)),
+        ("bad_words", ((3,) * (MAX_BAD_WORD_LEN + 1),)),
+        ("bad_words", ((3,),) * (MAX_BAD_WORDS + 1)),
+        *((field, value) for field in ("logprobs", "prompt_logprobs") for value in (-1, 21)),
     ],
 )
 def test_a_value_out_of_range_is_refused_naming_the_field(field: str, value: Any) -> None:
@@ -53,10 +85,29 @@ def test_a_value_out_of_range_is_refused_naming_the_field(field: str, value: Any
         ("stop_token_ids", ()),
         ("stop_token_ids", (0, VOCAB_SIZE - 1)),
         ("ignore_eos", True),
+        ("min_tokens", SOUND.max_tokens),
+        ("top_k", 2**31 - 1),
+        ("top_p", 5e-324),
+        ("top_p", 1.0),
+        ("min_p", 0.0),
+        ("min_p", 1.0),
+        *((f"{kind}_penalty", value) for kind in ("presence", "frequency") for value in (-2.0, 2.0)),
+        *(("repetition_penalty", value) for value in (5e-324, 2.0)),
+        ("logit_bias", ((0, -100.0), (VOCAB_SIZE - 1, 100.0))),
+        ("allowed_token_ids", (0, VOCAB_SIZE - 1)),
+        ("bad_words", ((0,), (VOCAB_SIZE - 1,) * MAX_BAD_WORD_LEN)),
+        ("bad_words", ((3,),) * MAX_BAD_WORDS),
     ],
 )
 def test_a_value_at_the_edge_is_taken(field: str, value: Any) -> None:
     check_sampling_params(replace(SOUND, **{field: value}), VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize("value", [0, 20])
+def test_what_is_not_served_yet_is_refused_and_not_ignored(field: str, value: int) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"^{field} is {value}, but .* not served yet"):
+        check_sampling_params(replace(SOUND, **{field: value}), VOCAB_SIZE)
 
 
 @given(token_ids=st.lists(st.integers(-2, VOCAB_SIZE + 2)), as_array=st.booleans())

@@ -8,7 +8,7 @@ import pytest
 from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
-from wire_values import CUT, columns, comparable, models, seeds, sent, temperatures, uint32
+from wire_values import CUT, columns, comparable, models, sampling_params, seeds, sent, uint32
 
 from blockplane.protos import wire
 from blockplane.protos.buckets import BucketRules
@@ -16,6 +16,7 @@ from blockplane.protos.errors import ProtocolError
 from blockplane.protos.kv_cache import KVCacheGroup, KVCacheTensor
 from blockplane.protos.model import LayerKVSpec
 from blockplane.protos.plan import Admission, Configure, Int32Array, StepPlan, StepResult
+from blockplane.protos.sampling import SamplingParams
 from blockplane.v1 import engine_pb2 as pb
 
 uint64 = st.integers(0, 2**64 - 1)
@@ -28,7 +29,7 @@ admissions = st.builds(
     token_ids=columns,
     num_prompt_tokens=uint32,
     num_computed_tokens=uint32,
-    temperature=temperatures,
+    params=sampling_params,
     seed=seeds,
 )
 plans = st.builds(
@@ -158,6 +159,25 @@ def test_a_truncated_column_is_a_protocol_error(read: Callable[[Any], Any], empt
 def test_a_truncated_column_of_an_admission_is_a_protocol_error() -> None:
     with pytest.raises(ProtocolError, match="7 bytes"):
         wire.plan_from_proto(pb.StepPlan(admissions=[pb.Admission(token_ids=CUT)]))
+
+
+@pytest.mark.parametrize("field", ["stop_token_ids", "logit_bias_token_ids", "allowed_token_ids"])
+def test_a_truncated_column_of_sampling_parameters_is_a_protocol_error(field: str) -> None:
+    with pytest.raises(ProtocolError, match="7 bytes"):
+        wire.sampling_from_proto(pb.SamplingSettings(**{field: CUT}))
+    with pytest.raises(ProtocolError, match="7 bytes"):
+        wire.sampling_from_proto(pb.SamplingSettings(bad_words=[CUT]))
+
+
+def test_a_logit_bias_whose_columns_differ_in_length_is_a_protocol_error() -> None:
+    with pytest.raises(ProtocolError, match="logit bias"):
+        wire.sampling_from_proto(pb.SamplingSettings(logit_biases=[1.0]))
+
+
+def test_no_allowed_ids_and_all_allowed_are_two_things() -> None:
+    for allowed_token_ids in (None, ()):
+        params = SamplingParams(1, allowed_token_ids=allowed_token_ids)
+        assert wire.sampling_from_proto(sent(wire.sampling_to_proto(params))) == params
 
 
 @given(data=st.binary(max_size=40))

@@ -8,6 +8,7 @@ from google.protobuf.message import Message
 from hypothesis import strategies as st
 
 from blockplane.protos.model import GenerationDefaults, ModelInfo
+from blockplane.protos.sampling import SamplingParams
 
 uint32 = st.sampled_from([0, 2**32 - 1]) | st.integers(0, 2**32 - 1)
 int32 = st.integers(-(2**31), 2**31 - 1)
@@ -15,6 +16,26 @@ seeds = st.sampled_from([0, 1, 2**63 - 1, 2**63, 2**64 - 1]) | st.integers(0, 2*
 temperatures = st.floats(0, 100, width=32)
 columns = st.lists(int32, max_size=20).map(lambda numbers: np.array(numbers, np.int32))
 id_tuples = st.lists(st.integers(0, 2**31 - 1), max_size=5).map(tuple)
+sampling_params = st.builds(
+    SamplingParams,
+    max_tokens=uint32,
+    temperature=st.floats(allow_nan=False),
+    seed=st.none() | seeds,
+    stop_token_ids=id_tuples,
+    ignore_eos=st.booleans(),
+    min_tokens=uint32,
+    top_k=uint32,
+    top_p=st.floats(allow_nan=False),
+    min_p=st.floats(allow_nan=False),
+    presence_penalty=st.floats(allow_nan=False),
+    frequency_penalty=st.floats(allow_nan=False),
+    repetition_penalty=st.floats(allow_nan=False),
+    logit_bias=st.lists(st.tuples(int32, st.floats(allow_nan=False)), max_size=5).map(tuple),
+    allowed_token_ids=st.none() | id_tuples,
+    bad_words=st.lists(id_tuples, max_size=3).map(tuple),
+    logprobs=st.none() | uint32,
+    prompt_logprobs=st.none() | uint32,
+)
 models = st.builds(
     ModelInfo,
     name=st.text(),

@@ -1,0 +1,53 @@
+"""The worker step's benchmark on sizes that take no time, so that it cannot rot; its numbers prove nothing here."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILE = Path(__file__).parents[1] / "benchmarks" / "worker_step.py"
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> Any:
+    spec = importlib.util.spec_from_file_location("benchmark_of_worker_step", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_load_is_measured_in_parts(benchmark: Any) -> None:
+    figures = benchmark.measure(benchmark.Sizes((1, 64), (1, 2), num_turns=2, num_steps=8))
+    assert [(figure.num_rows, figure.num_groups) for figure in figures] == [(1, 1), (64, 1), (1, 2), (64, 2)]
+    assert all(0 < figure.best <= figure.median for figure in figures)
+    assert all(figure.parts.keys() == set(benchmark.PARTS) for figure in figures)
+    assert [figure.budget for figure in figures] == [None, 150, None, 150]
+
+
+def test_a_measured_step_decodes_every_row_and_one_row_in_a_block_gets_a_block(benchmark: Any) -> None:
+    load = benchmark.DecodingRows(3, 2)
+    tokens, blocks = load.rows.num_tokens.copy(), load.rows.block_table.num_blocks.copy()
+    load.turn(4 * benchmark.BLOCK_SIZE)
+    assert (load.rows.num_tokens[:3] - tokens[:3] == 4 * benchmark.BLOCK_SIZE).all()
+    assert (load.rows.block_table.num_blocks[:3] - blocks[:3] == 4).all()
+
+
+def test_a_miss_is_shown_and_only_fails_a_check(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    parts = dict.fromkeys(benchmark.PARTS, 50.0)
+    slow = benchmark.Figure(64, 1, 240.0, 200.0, parts, budget=100.0)
+    monkeypatch.setattr(benchmark, "measure", lambda sizes: [slow, benchmark.Figure(64, 6, 240.0, 100.0, parts, 100.0)])
+    for flags, expected in (["--quick"], 0), (["--check", "--json", str(tmp_path / "figures")], 1):
+        monkeypatch.setattr(sys, "argv", ["worker_step.py", *flags])
+        assert benchmark.main() == expected
+        _, missed, met = capsys.readouterr().out.splitlines()
+        assert missed.endswith("2.000  MISSED")
+        assert met.endswith("1.000")
+    figures = json.loads((tmp_path / "figures").read_text())["figures"]
+    assert [(figure["ratio"], figure["is_missed"]) for figure in figures] == [(2.0, True), (1.0, False)]
