@@ -129,6 +129,15 @@ def test_nobody_waits_for_a_block_that_it_could_not_share() -> None:
     assert run_step(scheduler)[0].prefill_num_tokens.tolist() == [4, 4]
 
 
+def test_the_last_block_that_can_be_shared_is_waited_for_too() -> None:
+    scheduler = make_scheduler(tokens=(64,))
+    run(scheduler, make_request("first", 5, max_tokens=1))
+    leader, follower = (make_request(name, 9, max_tokens=1) for name in ("leader", "follower"))
+    scheduler.add([leader, follower])
+    finish(scheduler, leader, follower)
+    assert (leader.num_cached_tokens, follower.num_cached_tokens) == (4, 8)
+
+
 def test_what_is_cached_takes_nothing_of_the_prefill_budget() -> None:
     scheduler = make_scheduler(tokens=(16,))
     run(scheduler, make_request("first", 14, max_tokens=1))
