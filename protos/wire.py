@@ -1,4 +1,4 @@
-"""The worker's messages to protobuf and back; with `delivery_wire` the only code that builds or reads hot protobuf.
+"""The worker's messages to protobuf and back; knows neither streams nor who sends them.
 
 Columns cross as little-endian int32 bytes: `tobytes` on one side, `frombuffer` on the other, no Python loop.
 """

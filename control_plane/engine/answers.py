@@ -31,7 +31,6 @@ class Answers:
     ) -> None:
         """`end` takes a request out of rows and queue."""
         self._rows, self._blocks, self._waiting, self._stops, self._end = rows, blocks, waiting, stops, end
-        self._capacity = blocks.capacity
 
     def take(self, plan: InFlight | None, result: StepResult, *, all_have_rows: bool) -> StepOutputs:
         """Fold an answer in. `all_have_rows`: no request of the plan has lost its row since.
@@ -110,7 +109,6 @@ class Answers:
         if not at.size:
             return
         self._publish(at, num_full)
-        rows.confirm_mark[at] = np.minimum((num_full + 1) * block_size + 1, rows.final_len[at])
         self._blocks.give_up_unseen(at, num_computed)
 
     def _publish(self, at: IntArray, num_full: IntArray) -> None:
@@ -121,7 +119,7 @@ class Answers:
             positions = blocks[:, None] * block_size + np.arange(block_size)
             requests = [rows.request(row) for row in at.tolist()]
             self._blocks.publish_one_each(requests, at, blocks, rows.token_ids[at[:, None], positions])
-            rows.num_published[at] = blocks + 1
+            rows.note_published(at, blocks + 1, block_size)
             has_more = num_full > blocks + 1
             at, num_full = at[has_more], num_full[has_more]
 
@@ -171,7 +169,7 @@ class Answers:
                 request.params,
                 eos_token_ids=self._stops.eos_token_ids,
                 max_model_len=self._rows.token_ids.shape[1],
-                cache_capacity=self._capacity,
+                cache_capacity=self._blocks.capacity,
             )
             if reason is not None:
                 return index + 1, reason

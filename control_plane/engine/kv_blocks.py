@@ -71,14 +71,10 @@ class KVBlocks:
         """Per row, logical blocks. Those before `_first_block` of a kind are given up."""
         self.tables = np.zeros((configure.max_num_seqs, configure.max_blocks_per_row, len(groups)), np.int32)
         self._first_block = np.zeros((len(self.kinds), configure.max_num_seqs), np.int64)
+        self.capacity = longest_fit(groups, self.pool.num_usable, self.block_size, self._least_segment)
+        """Tokens that a lone request can have KV for, however often it is computed anew."""
 
     # -- how much ------------------------------------------------------------------------------------------------------
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that a lone request can have KV for, however often it is computed anew."""
-        groups = self.configure.kv_cache_groups
-        return longest_fit(groups, self.pool.num_usable, self.block_size, self._least_segment)
 
     def num_needed(self, num_tokens: int) -> int:
         """Blocks without which so many tokens are never computed (seed 000, "Padding Does NOT Allocate Blocks")."""
@@ -123,9 +119,13 @@ class KVBlocks:
         extras = {"weights": str(self._weight_epoch)} | ({"salt": salt} if salt else {})
         return self.cache.root(extras)
 
+    def num_shareable(self, request: Request) -> int:
+        """Leading blocks that a request without a row may share: never its last token's, which is to be computed."""
+        return min(len(request.keys) - 1, (request.num_tokens - 1) // self.block_size)
+
     def find_prefix(self, request: Request) -> Prefix:
-        """The longest prefix that all kinds keep. It never covers the last token, which is to be computed."""
-        num_blocks = min(len(request.keys) - 1, (request.num_tokens - 1) // self.block_size)
+        """The longest prefix that all kinds keep, of the blocks that may be shared."""
+        num_blocks = self.num_shareable(request)
         if num_blocks <= 0:
             return Prefix(self.tables[0, :0])
         keys, token_bytes = request.keys[1 : num_blocks + 1], request.token_ids.tobytes()
@@ -145,7 +145,7 @@ class KVBlocks:
 
     def _longest_hit(self, index: int, keys: list[bytes], token_bytes: bytes, found: dict[int, tuple[int, ...]]) -> int:
         """The most leading blocks behind which a kind keeps all that the next query sees; adds those to `found`."""
-        size = self.block_size * 4
+        size = self.cache.block_bytes
         num_blocks = j = len(keys)
         first = self._first_needed(self.kinds[index], num_blocks * self.block_size)
         while j > first:
@@ -173,13 +173,13 @@ class KVBlocks:
 
     def publish(self, request: Request, row: int, start: int, stop: int, token_bytes: bytes) -> None:
         """Let a row's logical blocks be found, `start` to `stop` - 1, which hold the tokens of `token_bytes`."""
-        size = self.block_size * 4
+        size = self.cache.block_bytes
         for j, ids in enumerate(self.tables[row, start:stop].tolist()):
             self._publish_block(request, start + j, ids, token_bytes[j * size : (j + 1) * size])
 
     def publish_one_each(self, requests: Iterable[Request], rows: IntArray, blocks: IntArray, tokens: Any) -> None:
         """Let one logical block of each row be found; `tokens`: int32 [num_rows, block_size], what they hold."""
-        size, token_bytes = self.block_size * 4, tokens.tobytes()
+        size, token_bytes = self.cache.block_bytes, tokens.tobytes()
         ids, numbers = self.tables[rows, blocks].tolist(), blocks.tolist()
         for j, request in enumerate(requests):
             self._publish_block(request, numbers[j], ids[j], token_bytes[j * size : (j + 1) * size])

@@ -1,4 +1,4 @@
-"""What one step computes: who decodes, which prompts go on, who is admitted, who gives way. Knows no plans in flight.
+"""What one step computes: who decodes, which prompts go on, who is admitted, who gives way. Knows no worker.
 
 There are no phases: a request is scheduled until its computed tokens catch up with its tokens, generated ones included,
 so that one that lost its blocks resumes like any other. Every row that decodes does so in every step; prefill has its
@@ -183,7 +183,7 @@ class Planner:
 
     def _falls_behind(self, request: Request, prefix: Prefix, draft: Draft) -> bool:
         """Let a request wait behind whoever fills, in this very plan, the block that follows its prefix."""
-        most = min(len(request.keys) - 1, (request.num_tokens - 1) // self._configure.block_size)
+        most = self._blocks.num_shareable(request)
         if prefix.num_blocks >= most or (leader := draft.filling.get(request.keys[prefix.num_blocks + 1])) is None:
             return False
         keys, most = leader.keys, min(most, len(leader.keys) - 1)

@@ -47,7 +47,8 @@ class PrefixCache:
 
     def __init__(self, num_blocks: int, block_size: int, num_kinds: int, watcher: CacheWatcher | None = None) -> None:
         """`watcher` hears of what is announced, and of all of the first kind that is forgotten."""
-        self._block_bytes = block_size * np.dtype(np.int32).itemsize
+        self.block_bytes = block_size * np.dtype(np.int32).itemsize
+        """Of a block's token ids."""
         self._watcher = watcher
         self._hash = hashlib.blake2b(digest_size=KEY_BYTES, key=secrets.token_bytes(32))
         # Written by publish, forget and reset only; each is the others' inverse.
@@ -65,7 +66,7 @@ class PrefixCache:
 
     def extend(self, keys: list[bytes], token_bytes: bytes) -> None:
         """Append the keys of the full blocks of `token_bytes`, int32, to a chain; its last key is their parent."""
-        size, copy, key = self._block_bytes, self._hash.copy, keys[-1]
+        size, copy, key = self.block_bytes, self._hash.copy, keys[-1]
         for start in range(0, len(token_bytes) - size + 1, size):
             # `next_key`, written out: this is the one loop over a whole prompt.
             state = copy()
@@ -81,7 +82,7 @@ class PrefixCache:
     def find_run(self, kind: int, keys: Sequence[bytes], token_bytes: bytes) -> list[tuple[int, ...]]:
         """A kind's blocks under the leading keys, up to the first that is not found; keys as `extend` makes them."""
         run: list[CachedBlock] = list(takewhile(bool, map(self._entries[kind].get, keys)))  # type: ignore[arg-type]
-        size = self._block_bytes
+        size = self.block_bytes
         if b"".join(map(itemgetter(1), run)) != token_bytes[: len(run) * size]:
             # Some key stands for other tokens here, which only a broken hash brings about.
             differs = (tokens != token_bytes[j * size : (j + 1) * size] for j, (_, tokens) in enumerate(run))

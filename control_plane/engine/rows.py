@@ -3,7 +3,7 @@
 import numpy as np
 
 from blockplane.control_plane.engine.request import Request
-from blockplane.protos.plan import Int32Array
+from blockplane.protos.plan import Int32Array, IntArray
 
 NEVER = np.iinfo(np.int64).max
 
@@ -67,6 +67,11 @@ class Rows:
         self.owners[row] = request.owner
         self.stream_ids[row] = request.stream_id
         return row
+
+    def note_published(self, at: IntArray | int, num_blocks: IntArray | int, block_size: int) -> None:
+        """So many full blocks of each row can be found; the next is full once the token after it is answered."""
+        self.num_published[at] = num_blocks
+        self.confirm_mark[at] = np.minimum((num_blocks + 1) * block_size + 1, self.final_len[at])
 
     def release(self, row: int) -> Request:
         """Take a request's row away; it keeps all its answered tokens."""

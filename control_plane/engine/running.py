@@ -26,16 +26,14 @@ class Running:
         self.prefilling: list[int] = []
         self.num_released = 0
         self._stops = stops
-        self._capacity = blocks.capacity
         self._released_rows: list[int] = []
         self._decodes: RowSet | None = NO_ROW_SET
         """The rows that decode; None = they have changed."""
 
     def admit(self, request: Request, prefix: Prefix) -> int:
         """Give a request a row of its own, behind blocks that others filled."""
-        final_len = min(
-            self.configure.max_model_len, request.num_prompt_tokens + request.params.max_tokens, self._capacity + 1
-        )
+        most_asked = request.num_prompt_tokens + request.params.max_tokens
+        final_len = min(self.configure.max_model_len, most_asked, self.blocks.capacity + 1)
         row = self.rows.take(request, prefix.num_blocks * self.configure.block_size, final_len)
         self.blocks.take(row, prefix)
         self._stops.expect(request.params.stop_token_ids)
@@ -89,9 +87,8 @@ class Running:
         first, past = segment.start // block_size, segment.stop // block_size
         tokens = rows.token_ids[row, first * block_size : past * block_size].tobytes()
         self.blocks.publish(segment.request, row, first, past, tokens)
-        rows.num_published[row] = past
+        rows.note_published(row, past, block_size)
         if segment.samples:
             self.prefilling.remove(row)
-            rows.confirm_mark[row] = min((past + 1) * block_size + 1, rows.final_len[row])
             rows.decodes[row] = True
             self._decodes = None

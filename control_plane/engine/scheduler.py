@@ -49,7 +49,6 @@ class Scheduler:
         self.rows = self._running.rows
         self._planner = Planner(self._running, waiting)
         self._answers = Answers(self.rows, self.blocks, waiting, self._stops, self.end)
-        self._capacity = self.blocks.capacity
         self._steady: SteadyDecode | None = None
         """The steps since the last in which anything but decoding happened; None = there are none."""
         self._in_flight: deque[InFlight] = deque()
@@ -124,7 +123,7 @@ class Scheduler:
             raise InvalidRequestError(
                 f"a prompt of {request.num_tokens} tokens leaves no room in max_model_len {max_model_len}; shorten it."
             )
-        if request.num_tokens > self._capacity:
+        if request.num_tokens > self.blocks.capacity:
             raise CapacityError(
                 f"a request of {request.num_tokens} tokens needs {self.blocks.num_needed(request.num_tokens)} KV blocks"
                 f" of {self.configure.block_size} tokens and the cache has {self.blocks.pool.num_usable}; shorten the"
