@@ -186,7 +186,8 @@ def test_the_calls_deadline_is_the_requests(play: Callable[[Scenario], None]) ->
     async def scenario(service: Service) -> None:
         _, submission = await service.submit(timeout=100)
         assert submission.timeout_seconds is not None
-        assert 90 < submission.timeout_seconds <= 100
+        # gRPC sends a deadline with few digits and rounds it up: one of 100 s may arrive as one of 101.
+        assert 90 < submission.timeout_seconds <= 101
 
     play(scenario)
 
