@@ -1,13 +1,13 @@
-"""Host time of a worker's decode step outside the model's forward and the sampler's draw, beside its budget.
+"""What a worker's step costs outside the model's forward: host time, the sampler's draw, and padding; beside budgets.
 
     python benchmarks/worker_step.py [--quick] [--check] [--json FILE]
 
-Measured is what a step makes the device wait for: the plan applied to the rows, the inputs (positions, slots, padding,
+Host time is what a step makes the device wait for: the plan applied to the rows, the inputs (positions, slots, padding,
 the block tables of all groups), and what the sampler is told; beside it, not in the budget, how the sampled tokens are
 taken over. Rows decode at random phases about 1,000 tokens into their texts, so that one in sixteen gets a block at a
 step; a quarter of them samples with top-k and top-p. All times are CPU microseconds of one thread on one core, in short
 turns; a figure is the median of its turns' medians, and the least of them, which is what the machine does when it is
-left alone. The budget is of the best turn.
+left alone. The budget is of the best turn. The sampler and the padding are `sampling_load` and `padding_load`.
 """
 
 import argparse
@@ -24,6 +24,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from padding_load import PaddingFigure, measure_padding, recorded
+from sampling_load import SamplingFigure, measure_sampling
 
 from blockplane.data_plane.inputs import decode_inputs
 from blockplane.data_plane.rows import Rows
@@ -47,9 +49,10 @@ class Sizes:
     num_groups: tuple[int, ...] = (1, 6)
     num_turns: int = 25
     num_steps: int = 64
+    num_sampling_turns: int = 15
 
 
-QUICK = Sizes(num_turns=9, num_steps=48)
+QUICK = Sizes(num_turns=9, num_steps=48, num_sampling_turns=5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,15 +156,20 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures here too")
     flags = parser.parse_args()
     torch.set_num_threads(1)
-    figures = measure(QUICK if flags.quick else Sizes())
+    sizes = QUICK if flags.quick else Sizes()
+    figures = measure(sizes)
     print_table(figures)
+    sampling, padding = measure_sampling(sizes.num_sampling_turns), measure_padding(recorded())
+    print_beside(sampling, padding)
     if flags.json:
         document = {
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "figures": [asdict(f) | {"ratio": f.ratio, "is_missed": f.is_missed} for f in figures],
+            "sampling": [asdict(f) | {"is_missed": f.is_missed} for f in sampling],
+            "padding": [asdict(f) | {"waste": f.waste} for f in padding],
         }
         flags.json.write_text(json.dumps(document, indent=1) + "\n")
-    return int(flags.check and any(figure.is_missed for figure in figures))
+    return int(flags.check and any(figure.is_missed for figure in (*figures, *sampling)))
 
 
 def measure(sizes: Sizes) -> list[Figure]:
@@ -195,6 +203,16 @@ def print_table(figures: Sequence[Figure]) -> None:
         if figure.ratio is not None:
             columns += f" {figure.budget:6.0f} {figure.ratio:7.3f}{'  MISSED' if figure.is_missed else ''}"
         print(columns)
+
+
+def print_beside(sampling: Sequence[SamplingFigure], padding: Sequence[PaddingFigure]) -> None:
+    print("\nsampling 64 rows x 262,144 ids       ms  to an arg max and one pass, budget")
+    for way in sampling:
+        budget = "" if way.budget is None else f" {way.budget:7.2f}{'  MISSED' if way.is_missed else ''}"
+        print(f"{way.way:28} {way.milliseconds:10.1f} {way.ratio:7.2f}{budget}")
+    print("\npadding, W1, W2 and W4 mixed      steps     tokens   computed   waste")
+    for graph in padding:
+        print(f"{graph.kind:28} {graph.num_steps:10} {graph.num_actual:10} {graph.num_computed:10} {graph.waste:7.1%}")
 
 
 if __name__ == "__main__":

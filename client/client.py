@@ -1,9 +1,8 @@
 """The Python client of `blockplane.v1.Inference`, synchronous and typed; knows neither terminals nor processes."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -11,18 +10,16 @@ import grpc
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+from blockplane.client.values import Delta, ServedModel, delta_from_proto, served_model_from_proto
 from blockplane.protos.channel import PEER_OPTIONS
-from blockplane.protos.delivery_wire import FINISH_REASON_FROM_PROTO
 from blockplane.protos.errors import (
     BlockplaneError,
     CapacityError,
     DeadlineError,
     InvalidRequestError,
-    ProtocolError,
     UnavailableError,
     error_of_status,
 )
-from blockplane.protos.finish import FinishReason
 from blockplane.v1 import inference_pb2 as pb
 from blockplane.v1.inference_pb2_grpc import InferenceStub
 
@@ -38,39 +35,6 @@ _CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens of a whole request; the prompt's include the BOS token that the server put before it.
-
-    `num_cached_tokens` of the prompt were found in the server's prefix cache and not computed.
-    """
-
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_cached_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What a continuation gained since the last one; `finish_reason` and `usage` are None in all but the last."""
-
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason | None
-    usage: Usage | None
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """What a client may know of the model. `bos_token_id` is None where text prompts get none."""
-
-    name: str
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
 
 
 class Client:
@@ -103,12 +67,26 @@ class Client:
         self,
         prompt: str | Sequence[int],
         *,
+        num_samples: int = 1,
         max_tokens: int | None = None,
+        min_tokens: int | None = None,
         temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
         seed: int | None = None,
+        presence_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        repetition_penalty: float | None = None,
+        logit_bias: Mapping[int, float] | None = None,
+        allowed_token_ids: Sequence[int] | None = None,
+        bad_words: str | Sequence[str] = (),
+        bad_word_token_ids: Sequence[Sequence[int]] = (),
         stop: str | Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
@@ -117,15 +95,33 @@ class Client:
     ) -> Iterator[Delta]:
         """Continue one prompt, given as text or as token ids.
 
-        The call starts with the first `next`. Leaving the iterator before its end cancels the request.
+        The call starts with the first `next`. Leaving the iterator before its end cancels the request. What is None
+        takes the model's own default, which is to change nothing where no other is named.
 
         Args:
+            num_samples: continuations of the prompt, at most 64, each with draws of its own. Their deltas come as their
+                tokens do, and the iterator ends once all have ended.
             max_tokens: output tokens at most; None = as many as the context has room for.
-            temperature: 0 = greedy; None = the model's own default.
-            seed: 64 bits; None = the server draws one.
+            min_tokens: output tokens before which neither an end of text nor a stop id may come.
+            temperature: 0 = greedy.
+            top_k: draw from the k likeliest; 0 = from all.
+            top_p: draw from the likeliest that together have this probability; 1 = from all.
+            min_p: draw from those with at least this share of the likeliest one's probability; 0 = from all.
+            seed: 64 bits; the same one gives the same continuations; None = the server draws one.
+            presence_penalty: taken from the logit of every id that the output holds; -2 to 2.
+            frequency_penalty: taken from it once for each time; -2 to 2.
+            repetition_penalty: divides the positive and multiplies the negative logits of ids in prompt or output; at
+                most 2; 1 = none.
+            logit_bias: by id, what is added to its logit; -100 to 100.
+            allowed_token_ids: only these may come; None = all.
+            bad_words: one text or several that may not come, behind a space or none.
+            bad_word_token_ids: id sequences of which none may be completed.
             stop: one text or several that end the output; neither they nor what follows arrives.
             stop_token_ids: ids that end the text, besides the model's.
             ignore_eos: go on past the model's end-of-text ids.
+            logprobs: tell of each output token how likely it was, and as many of the likeliest ids, at most 20; None =
+                tell nothing.
+            prompt_logprobs: the same of each token of the prompt but the first.
             request_id: for `abort`; unique among live requests; None = the server draws one.
             priority: less comes first; a request that waits gains on all that come later.
             cache_salt: only requests of the same salt share cached prefixes.
@@ -136,20 +132,34 @@ class Client:
             InvalidRequestError: a value that the protocol cannot carry, at once; or that the server refuses, on `next`.
             CapacityError: the server has no room, on `next`; `retry_after_seconds` says when it may have.
             DeadlineError: `timeout` has passed, on `next`.
-            BlockplaneError: any other refusal or failure, on `next`.
+            BlockplaneError: any other refusal or failure, on `next`; of one of several samples once all have ended.
         """
         try:
             params = pb.SamplingParams(
                 max_tokens=max_tokens,
+                min_tokens=min_tokens,
                 temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
                 seed=seed,
-                stop=[stop] if isinstance(stop, str) else stop,
+                presence_penalty=presence_penalty,
+                frequency_penalty=frequency_penalty,
+                repetition_penalty=repetition_penalty,
+                logit_bias=logit_bias,
+                allowed_token_ids=None if allowed_token_ids is None else pb.TokenIds(ids=allowed_token_ids),
+                bad_words=_several(bad_words),
+                bad_word_token_ids=[pb.TokenIds(ids=ids) for ids in bad_word_token_ids],
+                stop=_several(stop),
                 stop_token_ids=stop_token_ids,
                 ignore_eos=ignore_eos,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
             )
             request = pb.GenerateRequest(
                 request_id=request_id or "",
                 sampling_params=params,
+                num_samples=num_samples,
                 priority=priority,
                 cache_salt=cache_salt,
                 skip_prefix_cache=skip_prefix_cache,
@@ -167,7 +177,7 @@ class Client:
             call = self._inference.Generate(request, timeout=timeout)
             try:
                 for response in call:
-                    yield _delta(response)
+                    yield delta_from_proto(response)
             finally:
                 call.cancel()
 
@@ -179,13 +189,7 @@ class Client:
     def model_info(self) -> ServedModel:
         with self._typed_errors():
             response = self._inference.GetModelInfo(pb.GetModelInfoRequest())
-        return ServedModel(
-            name=response.name,
-            vocab_size=response.vocab_size,
-            max_model_len=response.max_model_len,
-            eos_token_ids=tuple(response.eos_token_ids),
-            bos_token_id=response.bos_token_id if response.HasField("bos_token_id") else None,
-        )
+        return served_model_from_proto(response)
 
     def wait_until_serving(self, timeout: float) -> None:
         """Return once the server can take requests; it need not be up yet.
@@ -244,15 +248,5 @@ def _retry_after_seconds(failure: grpc.RpcError) -> float | None:
     return None
 
 
-def _delta(response: pb.GenerateResponse) -> Delta:
-    token_ids, reason, usage = tuple(response.token_ids), response.finish_reason, response.usage
-    if reason == pb.FINISH_REASON_UNSPECIFIED:
-        return Delta(token_ids, response.text, finish_reason=None, usage=None)
-    if reason not in FINISH_REASON_FROM_PROTO:
-        raise ProtocolError(f"unknown finish reason {reason}; run the same version of client and server.")
-    return Delta(
-        token_ids,
-        response.text,
-        finish_reason=FINISH_REASON_FROM_PROTO[reason],
-        usage=Usage(usage.num_prompt_tokens, usage.num_output_tokens, usage.num_cached_tokens),
-    )
+def _several(texts: str | Sequence[str]) -> Sequence[str]:
+    return [texts] if isinstance(texts, str) else texts

@@ -1,11 +1,11 @@
-"""How a continuation appears on standard output, as text or as JSON lines; knows no gRPC and no flags."""
+"""How continuations appear on standard output, as text or as JSON lines; knows no gRPC and no flags."""
 
 import json
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 
-from blockplane.client.client import Delta
+from blockplane.client.values import Delta
 from blockplane.protos.errors import InvalidRequestError
 
 
@@ -26,8 +26,18 @@ def print_text(deltas: Iterable[Delta]) -> None:
     print(flush=True)
 
 
+def print_samples(deltas: Iterable[Delta]) -> None:
+    """Print each sample's text as soon as it is whole, under a line that says which it is and why it ended."""
+    texts: dict[int, str] = {}
+    for delta in deltas:
+        index = delta.sample_index
+        texts[index] = texts.get(index, "") + delta.text
+        if delta.finish_reason is not None:
+            print(f"--- sample {index}, {delta.finish_reason}\n{texts.pop(index)}", flush=True)
+
+
 def print_json(deltas: Iterable[Delta]) -> None:
-    """Print one JSON object per delta and line; only the last has `finish_reason` and `usage`."""
+    """Print one JSON object per delta and line, without what is None."""
     for delta in deltas:
         present = {name: value for name, value in asdict(delta).items() if value is not None}
         print(json.dumps(present, ensure_ascii=False), flush=True)

@@ -1,8 +1,9 @@
 """One attention layer's KV cache and the two ways to read it; knows neither rows nor the model around it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from blockplane.kernels import cpu as kernels
@@ -24,6 +25,7 @@ class AttentionSpec:
         soft_cap: scores become cap * tanh(score / cap); None = untouched.
         sinks: [num_heads] weights of the model, one logit per head that takes its part of the softmax and gives no
             value; None = none. Two specs are equal whatever theirs.
+        k_scale, v_scale: what an FP8 cache's numbers are multiplied by to be keys and values; no other cache has them.
     """
 
     num_heads: int
@@ -34,6 +36,8 @@ class AttentionSpec:
     attention_chunk_size: int | None = None
     soft_cap: float | None = None
     sinks: Tensor | None = field(default=None, compare=False)
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
 
 class AttentionBatch(Protocol):
@@ -57,6 +61,9 @@ class DecodeBatch:
     slot_mapping: int64 [num_seqs * num_new_tokens], row by row, -1 on padding. block_table: int32 [num_seqs, width],
     -1 = skip. seq_lens: int32 [num_seqs], the new tokens included; 0 on padding rows. A row with fewer tokens has them
     at the end of its own.
+
+    Of a window the table may lack what lies before it: `seq_lens` counts from the table's first token on. That is all
+    that a kernel need know, since within a window only distances matter.
     """
 
     slot_mapping: Tensor
@@ -137,6 +144,11 @@ class Attention:
             [num_tokens, num_heads, head_dim]
         """
         assert self.caches is not None, "bind_kv_cache comes before the first forward"
-        batch = batches[self.group]
-        kernels.write_kv(key, value, *self.caches, batch.slot_mapping)
-        return batch.attend(self.spec, query, *self.caches)
+        batch, spec = batches[self.group], self.spec
+        if self.caches[0].dtype != torch.float8_e4m3fn:
+            kernels.write_kv(key, value, *self.caches, batch.slot_mapping)
+            return batch.attend(spec, query, *self.caches)
+        # Scores are linear in keys and outputs in values, so that the scales of what is read are factors of these.
+        kernels.write_kv(key.float() / spec.k_scale, value.float() / spec.v_scale, *self.caches, batch.slot_mapping)
+        scaled = replace(spec, scale=spec.scale * spec.k_scale)
+        return batch.attend(scaled, query, *self.caches) * spec.v_scale

@@ -3,6 +3,8 @@
 Knows neither requests nor who allots blocks.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -98,12 +100,15 @@ class BlockTable:
         self.entries[:, [row, other]] = self.entries[:, [other, row]]
         self.num_blocks[[row, other]] = self.num_blocks[[other, row]]
 
-    def gather(self, rows: IntArray, num_rows_padded: int, width: int) -> Int32Array:
-        """The attention boundary: what a step reads of every group, in one array that goes to the device in one copy.
+    def gather(
+        self, rows: IntArray, num_rows_padded: int, width: int, groups: Sequence[int] | None = None
+    ) -> Int32Array:
+        """The attention boundary: what a step reads of these groups, in one array that goes to the device in one copy.
 
         Args:
             rows: [num_rows]. num_rows_padded: at least as many; the rest are padding rows.
-            width: blocks of each row.
+            width: blocks of each row, its first ones.
+            groups: None = all.
 
         Returns:
             int32 [num_groups, num_rows_padded, width in kernel blocks], -1 for null blocks and padding.
@@ -111,12 +116,31 @@ class BlockTable:
         padded = np.zeros(num_rows_padded, np.int64)
         padded[: len(rows)] = rows
         # Indexed by group too, since with a slice there numpy would lay the groups side by side within a row.
-        gathered = self.entries[self._groups, padded, :width]
+        gathered = self.entries[self._groups if groups is None else self._groups[groups], padded, :width]
         gathered[:, len(rows) :] = SKIP_BLOCK_ID
         if width > gathered.shape[2]:
             missing = width - gathered.shape[2]
             gathered = np.pad(gathered, ((0, 0), (0, 0), (0, missing)), constant_values=SKIP_BLOCK_ID)
-        return gathered if self._num_parts == 1 else map_to_kernel_blocks(gathered, self._num_parts)
+        return map_to_kernel_blocks(gathered, self._num_parts)
+
+    def gather_tails(
+        self, group: int, rows: IntArray, num_rows_padded: int, first_blocks: IntArray, width: int
+    ) -> Int32Array:
+        """The same of one group, `width` blocks of each row from a logical block of its own on.
+
+        Args:
+            first_blocks: [num_rows].
+
+        Returns:
+            int32 [num_rows_padded, width in kernel blocks].
+        """
+        entries = self.entries[group]
+        logical_blocks = first_blocks[:, None] + np.arange(width)
+        last = entries.shape[1] - 1
+        tails = np.full((num_rows_padded, width), SKIP_BLOCK_ID, np.int32)
+        found = entries[rows[:, None], np.minimum(logical_blocks, last)]
+        tails[: len(rows)] = np.where(logical_blocks > last, SKIP_BLOCK_ID, found)
+        return map_to_kernel_blocks(tails, self._num_parts)
 
 
 def null_to_skip(block_table: Int32Array) -> Int32Array:
@@ -144,6 +168,8 @@ def map_to_kernel_blocks(block_ids: Int32Array, num_parts: int) -> Int32Array:
 
     int32 [..., num_blocks] -> int32 [..., num_blocks * num_parts]; -1 stays -1, which skips.
     """
+    if num_parts == 1:
+        return block_ids
     offsets: Int32Array = np.arange(num_parts, dtype=np.int32)
     parts: Int32Array = block_ids[..., None] * num_parts + offsets
     parts[block_ids == SKIP_BLOCK_ID] = SKIP_BLOCK_ID

@@ -16,6 +16,7 @@ from blockplane.data_plane.attention import AttentionBatch, AttentionBatches, De
 from blockplane.data_plane.models.interface import Model
 from blockplane.kernels.slots import PAD_SLOT_ID, SKIP_BLOCK_ID
 from blockplane.protos.errors import ProtocolError
+from blockplane.protos.kv_cache import KVCacheGroup
 from blockplane.protos.plan import Configure
 
 logger = logging.getLogger(__name__)
@@ -91,16 +92,27 @@ def shapes_of(configure: Configure) -> Iterator[Shape]:
             yield Shape(num_seqs * configure.decode_token_threshold, num_seqs, context_len)
 
 
+def table_width(group: KVCacheGroup, context_len: int, configure: Configure) -> int:
+    """Blocks of a row in a decode's table over `context_len` tokens; of a window, those that its last may lie in."""
+    width = -(-context_len // configure.block_size)
+    if group.sliding_window is None or group.attention_chunk_size is not None:
+        return width
+    # What the first new token sees before itself, and the new tokens; the first of all may stand at a block's end.
+    num_seen = group.sliding_window - 1 + configure.decode_token_threshold
+    return min(width, -(-(num_seen + configure.block_size - 1) // configure.block_size))
+
+
 def idle_tensors(shape: Shape, configure: Configure) -> tuple[Tensor, Tensor, AttentionBatches]:
     """A forward's tensors of padding alone: no slot is written, no block read, and nothing is there to sample."""
     nothing = torch.zeros(shape.num_tokens, dtype=torch.int64)
     slot_mapping = torch.full_like(nothing, PAD_SLOT_ID)
-    width = -(-shape.context_len // configure.block_size) or 1
-    block_table = torch.full((shape.num_seqs, width), SKIP_BLOCK_ID, dtype=torch.int32)
-    batch: AttentionBatch
-    if shape.num_seqs:
-        batch = DecodeBatch(slot_mapping, block_table, torch.zeros(shape.num_seqs, dtype=torch.int32))
-    else:
-        bounds, no_priors = torch.zeros(1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
-        batch = PrefillBatch(slot_mapping, block_table, bounds, no_priors, configure.kv_segment_size)
-    return nothing, nothing, (batch,) * len(configure.kv_cache_groups)
+    bounds, lens = torch.zeros(1, dtype=torch.int32), torch.zeros(shape.num_seqs, dtype=torch.int32)
+
+    def batch_of(group: KVCacheGroup) -> AttentionBatch:
+        width = table_width(group, shape.context_len or 1, configure)
+        block_table = torch.full((shape.num_seqs, width), SKIP_BLOCK_ID, dtype=torch.int32)
+        if shape.num_seqs:
+            return DecodeBatch(slot_mapping, block_table, lens)
+        return PrefillBatch(slot_mapping, block_table, bounds, lens, configure.kv_segment_size)
+
+    return nothing, nothing, tuple(map(batch_of, configure.kv_cache_groups))

@@ -1,5 +1,6 @@
 """A step's tensors, padded to its buckets: pure index arithmetic from rows to what a model is fed. Decides nothing."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,11 +9,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blockplane.data_plane.attention import AttentionBatches, DecodeBatch, PrefillBatch
-from blockplane.data_plane.graphs import Shape
+from blockplane.data_plane.graphs import Shape, table_width
 from blockplane.data_plane.rows import Rows
 from blockplane.kernels.slots import PAD_SLOT_ID, slots_of
 from blockplane.protos.buckets import choose_bucket
 from blockplane.protos.errors import ProtocolError
+from blockplane.protos.kv_cache import first_visible
 from blockplane.protos.plan import Int32Array, IntArray
 
 Padding = slice | NDArray[np.bool_]
@@ -77,8 +79,10 @@ def decode_inputs(rows: Rows, decode_rows: IntArray, num_tokens: Int32Array | No
     context_len, buckets = int(seq_lens.max()), configure.decode_context_length_buckets
     if buckets:
         context_len = _bucket(context_len, buckets)
-    block_tables = _block_tables(rows, decode_rows, len(seq_lens), context_len)
-    lens = torch.from_numpy(seq_lens)
+        tables = _trimmed_tables(rows, decode_rows, seq_lens, context_len)
+    else:
+        lens = torch.from_numpy(seq_lens)
+        tables = [(table, lens) for table in _block_tables(rows, decode_rows, len(seq_lens), context_len)]
     return StepInputs(
         shape=Shape(len(positions), len(seq_lens), context_len if buckets else 0),
         rows=decode_rows,
@@ -88,8 +92,7 @@ def decode_inputs(rows: Rows, decode_rows: IntArray, num_tokens: Int32Array | No
         positions=padded_positions,
         logits_indices=torch.from_numpy(actual_indices),
         batches=tuple(
-            DecodeBatch(slot_mapping, block_table, lens)
-            for slot_mapping, block_table in zip(slot_mappings, block_tables, strict=True)
+            DecodeBatch(slot_mapping, *table) for slot_mapping, table in zip(slot_mappings, tables, strict=True)
         ),
     )
 
@@ -170,7 +173,35 @@ def _token_columns(
     return torch.from_numpy(columns).unbind()
 
 
-def _block_tables(rows: Rows, table_rows: IntArray, num_rows_padded: int, context_len: int) -> tuple[Tensor, ...]:
-    """The blocks of `context_len` tokens in each group: num_groups of int32 [num_rows_padded, width], parts of one."""
+def _block_tables(
+    rows: Rows, table_rows: IntArray, num_rows_padded: int, context_len: int, groups: Sequence[int] | None = None
+) -> tuple[Tensor, ...]:
+    """The blocks of `context_len` tokens in each of the groups, None = all: int32 [num_rows_padded, width], parts of
+    one array."""
     width = -(-context_len // rows.configure.block_size)
-    return torch.from_numpy(rows.block_table.gather(table_rows, num_rows_padded, width)).unbind()
+    return torch.from_numpy(rows.block_table.gather(table_rows, num_rows_padded, width, groups)).unbind()
+
+
+def _trimmed_tables(
+    rows: Rows, decode_rows: IntArray, seq_lens: Int32Array, context_len: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Each group's block table and `seq_lens`, where contexts are shapes: tables are cut behind `context_len` tokens,
+    and those of windows before what the first of a row's tokens sees as well."""
+    widths = [table_width(group, context_len, rows.configure) for group in rows.configure.kv_cache_groups]
+    whole = [group for group, width in enumerate(widths) if width * rows.configure.block_size >= context_len]
+    heads, lens = iter(_block_tables(rows, decode_rows, len(seq_lens), context_len, whole)), torch.from_numpy(seq_lens)
+    return [
+        (next(heads), lens) if group in whole else _tail(rows, group, decode_rows, seq_lens, width)
+        for group, width in enumerate(widths)
+    ]
+
+
+def _tail(rows: Rows, group: int, decode_rows: IntArray, seq_lens: Int32Array, width: int) -> tuple[Tensor, Tensor]:
+    """A window's block table from the first block on that a row's tokens see, and `seq_lens` from there on."""
+    configure = rows.configure
+    first_seen = first_visible(
+        seq_lens - configure.decode_token_threshold, configure.kv_cache_groups[group].sliding_window, None
+    )
+    first_blocks = first_seen // configure.block_size
+    table = rows.block_table.gather_tails(group, decode_rows, len(seq_lens), first_blocks[: len(decode_rows)], width)
+    return torch.from_numpy(table), torch.from_numpy(seq_lens - first_blocks * configure.block_size)

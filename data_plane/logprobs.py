@@ -1,57 +1,51 @@
 """Log-probabilities of tokens and of their likeliest rivals, as the model gives them. Knows no sampling parameters."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from blockplane.data_plane.likeliest import likeliest
+from blockplane.protos.logprobs import Logprobs, join
+
+NUM_AT_ONCE = 128
+"""Tokens of a prompt whose logits are there at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class LogProbs:
-    """Natural logarithms of the softmax of unchanged logits, float32; token ids are int64.
-
-    Attributes:
-        logprobs: [num_tokens], of the tokens themselves; NaN where a row has none.
-        top_token_ids, top_logprobs: [num_tokens, num_top], the likeliest first.
-    """
-
-    logprobs: Tensor
-    top_token_ids: Tensor
-    top_logprobs: Tensor
-
-
-def logprobs_of(logits: Tensor, token_ids: Tensor, num_top: int) -> LogProbs:
-    """Of one token, and of the `num_top` likeliest, in each row.
+def logprobs_of(logits: Tensor, token_ids: Tensor, num_likeliest: NDArray[np.int32]) -> Logprobs:
+    """Of one token in each row, and of the likeliest: natural logarithms of the softmax.
 
     Args:
         logits: float32 [num_tokens, vocab_size], as the model gave them.
-        token_ids: int64 [num_tokens]; below 0 = none.
+        token_ids: int64 [num_tokens]; below 0 = none, of which nothing is told.
+        num_likeliest: int32 [num_tokens], how many are told beside each token; all where the vocabulary has no more.
     """
-    normalizer = logits.logsumexp(1, keepdim=True)
-    chosen = logits.gather(1, token_ids.clamp_min(0)[:, None]) - normalizer
-    top = likeliest(logits, num_top)
-    return LogProbs(torch.where(token_ids < 0, torch.nan, chosen.squeeze(1)), top.token_ids, top.logits - normalizer)
+    top = likeliest(logits, int(num_likeliest.max()))
+    chosen = logits.gather(1, token_ids.clamp_min(0)[:, None])
+    logprobs = torch.cat((chosen, top.logits), dim=1) - logits.logsumexp(1, keepdim=True)
+    entry_ids = torch.cat((token_ids[:, None], top.token_ids), dim=1).cpu().numpy()
+    num_entries = np.where(entry_ids[:, 0] < 0, 0, np.minimum(1 + num_likeliest, entry_ids.shape[1])).astype(np.int32)
+    is_told = np.arange(entry_ids.shape[1]) < num_entries[:, None]
+    return Logprobs(num_entries, entry_ids[is_told].astype(np.int32), logprobs.cpu().numpy()[is_told])
 
 
 def prompt_logprobs(
-    hidden: Tensor, token_ids: Tensor, project: Callable[[Tensor], Tensor], num_top: int, num_at_once: int = 128
-) -> LogProbs:
-    """Of every token of a prompt that follows another, `num_at_once` tokens' logits at a time.
+    hidden: Tensor, token_ids: Tensor, project: Callable[[Tensor], Tensor], num_likeliest: int
+) -> Logprobs:
+    """Of prompt tokens that follow others, NUM_AT_ONCE tokens' logits at a time.
 
     Args:
-        hidden: [num_tokens - 1, hidden_size], hidden states of all tokens but the last.
-        token_ids: int64 [num_tokens - 1], the tokens that follow them.
+        hidden: [num_tokens, hidden_size], hidden states of the tokens before them; at least one.
+        token_ids: int64 [num_tokens], the tokens that follow.
         project: hidden states to float32 logits [num_hidden, vocab_size].
+        num_likeliest: how many are told beside each token.
     """
-    pieces = [
-        logprobs_of(project(states), following, num_top)
-        for states, following in zip(torch.split(hidden, num_at_once), torch.split(token_ids, num_at_once), strict=True)
-    ]
-    return LogProbs(
-        torch.cat([piece.logprobs for piece in pieces]),
-        torch.cat([piece.top_token_ids for piece in pieces]),
-        torch.cat([piece.top_logprobs for piece in pieces]),
+    pieces = zip(torch.split(hidden, NUM_AT_ONCE), torch.split(token_ids, NUM_AT_ONCE), strict=True)
+    return join(
+        [
+            logprobs_of(project(states), following, np.full(len(following), num_likeliest, np.int32))
+            for states, following in pieces
+        ]
     )

@@ -4,6 +4,8 @@ Rows change by plans and by the worker's own samples, nothing else. Every plan i
 a write outside what the row owns.
 """
 
+from copy import copy
+
 import numpy as np
 
 from blockplane.data_plane.block_table import BlockTable
@@ -59,6 +61,15 @@ class Rows:
             self._append_blocks(plan.block_rows, plan.block_ids)
         self._set_decodes(plan)
         self._check_work(plan)
+
+    def at_another_pace(self, configure: Configure) -> "Rows":
+        """The same rows for a second model: all that they hold is one, but how far they are computed is its own.
+
+        Plans are applied to the first.
+        """
+        rows = copy(self)
+        rows.configure, rows.num_computed_tokens = configure, self.num_computed_tokens.copy()
+        return rows
 
     def propose(self, rows: IntArray, draft_token_ids: Int32Array, num_drafts: Int32Array) -> None:
         """Place drafts behind the known tokens, where the next step finds its inputs; they stay unknown until appended.
@@ -186,7 +197,10 @@ class Rows:
     def _check_prefill(self, rows: Int32Array, num_tokens: Int32Array) -> None:
         _require(len(rows) == len(num_tokens), "its prefill columns differ in length")
         _require(bool((num_tokens > 0).all()), "it has an empty prefill segment")
-        computed = self.num_computed_tokens[rows] + num_tokens
+        prior = self.num_computed_tokens[rows]
+        is_read = self.configure.kv_segment_size > 0 or not prior.any()
+        _require(is_read, "kv_segment_size is 0, and it prefills a row some of whose tokens are computed already")
+        computed = prior + num_tokens
         _require(bool((computed <= self.num_tokens[rows]).all()), "it computes tokens that are not known yet")
         self._check_room(rows, computed)
         _require(

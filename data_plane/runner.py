@@ -1,4 +1,7 @@
-"""Runs one step from plan to result: apply, inputs, forward, sample, advance. Knows no gRPC and no architecture."""
+"""Runs one step from plan to result: apply, propose, inputs, forward, sample, accept, advance.
+
+Knows no gRPC and no architecture.
+"""
 
 from collections.abc import Sequence
 
@@ -6,15 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from blockplane.data_plane.attention import Attention
+from blockplane.data_plane.draft_model import DraftModel
+from blockplane.data_plane.drafts import DraftSource, accept
 from blockplane.data_plane.graphs import Graphs
 from blockplane.data_plane.inputs import StepInputs, decode_inputs, prefill_inputs
-from blockplane.data_plane.kv_cache import bind_kv_caches
+from blockplane.data_plane.kv_cache import attentions_of, bind_kv_caches
 from blockplane.data_plane.models.interface import Model
+from blockplane.data_plane.prompt_lookup import PromptLookup
 from blockplane.data_plane.rows import Rows
-from blockplane.data_plane.sampler import sample
+from blockplane.data_plane.sampler import Samples, sample
 from blockplane.data_plane.sampling_rows import SamplingRows
+from blockplane.data_plane.told_prompts import ToldPrompts
 from blockplane.protos.errors import ProtocolError
-from blockplane.protos.plan import NO_ROWS, Configure, Int32Array, StepPlan, StepResult
+from blockplane.protos.plan import NO_ROWS, Configure, Int32Array, IntArray, StepPlan, StepResult
 
 
 class Runner:
@@ -30,32 +38,46 @@ class Runner:
         configure: Configure,
         eos_token_ids: Sequence[int] = (),
         kernel_block_size: int | None = None,
+        *,
+        num_draft_tokens: int = 0,
+        draft_model: Model | None = None,
     ) -> None:
         """Build what the engine decided, every graph too.
 
         Args:
             eos_token_ids: what ends the model's texts.
             kernel_block_size: tokens in a block as the attention kernel has them; None = as the engine has them.
+            num_draft_tokens: the most that this worker proposes for a row in a step.
+            draft_model: what proposes them, of the same vocabulary; None = the rows' own texts do.
 
         Raises:
             ProtocolError: it asks for what this model or this worker does not have.
             ConfigurationError: kernel_block_size does not divide block_size.
         """
-        if configure.num_draft_tokens:
+        if configure.num_draft_tokens > num_draft_tokens:
             raise ProtocolError(
-                f"the engine counts on {configure.num_draft_tokens} draft tokens, but this worker proposes no drafts; "
-                "set num_draft_tokens to 0."
+                f"the engine counts on {configure.num_draft_tokens} draft tokens, and this worker proposes "
+                f"{num_draft_tokens}; give both the same num_draft_tokens."
             )
         self._rows = Rows(configure, kernel_block_size)
-        bind_kv_caches(model, configure)
+        bind_kv_caches(model, configure, draft_model)
         if kernel_block_size is not None:
-            _split_blocks(model, kernel_block_size)
+            _split_blocks(attentions_of(model, draft_model), kernel_block_size)
         self._model = model
         self.configure = configure
         self.graphs = Graphs(model, configure)
         self._sampling = SamplingRows(configure.max_num_seqs, model.vocab_size, eos_token_ids)
+        self._told_prompts = ToldPrompts(self._rows, model.logits)
+        self._drafts = self._draft_source(draft_model) if configure.num_draft_tokens else None
         with torch.inference_mode():
             self.graphs.build()
+            if self._drafts is not None:
+                self._drafts.build()
+
+    def _draft_source(self, draft_model: Model | None) -> DraftSource:
+        if draft_model is None:
+            return PromptLookup(self._rows)
+        return DraftModel(draft_model, self.configure, self._rows, self._sampling)
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult:
@@ -67,35 +89,84 @@ class Runner:
         rows = self._rows
         rows.apply(plan)
         self._sampling.apply(plan)
-        graphs = []
+        self._told_prompts.apply(plan)
+        num_tokens, num_drafts = self._propose(plan)
+        graphs = self._inputs(plan, num_tokens)
+        sampled_rows = np.concatenate([inputs.sampled_rows for inputs in graphs])
+        positions = _sampled_positions(graphs) if num_drafts else None
+        hidden = [self._forward(inputs) for inputs in graphs]
+        to_sample = torch.cat([states[inputs.logits_indices] for inputs, states in zip(graphs, hidden, strict=True)])
+        samples = self._sample(to_sample, sampled_rows, positions)
+        told = self._told_prompts.logprobs(graphs[-1], hidden[-1]) if plan.prefill_rows.size else None
+        if self._drafts is not None and plan.prefill_rows.size:
+            self._drafts.follow(graphs[-1])
+        if not num_drafts:
+            for inputs in graphs:
+                rows.advance(inputs.rows, inputs.num_scheduled_tokens)
+            rows.append(sampled_rows, samples.token_ids)
+            return StepResult(plan.step, samples.token_ids, None, samples.logprobs, told)
+        new, num_new = self._accept(graphs, samples)
+        return StepResult(plan.step, new.token_ids, num_new, new.logprobs, told, num_drafts)
+
+    def _propose(self, plan: StepPlan) -> tuple[Int32Array, int]:
+        """Have drafts placed behind the rows that decode.
+
+        Returns:
+            int32 [num_rows], how many tokens each of them computes; how many of all these are drafts.
+        """
+        granted = self._rows.decode_num_tokens
+        if self._drafts is None:
+            return granted, 0
+        self._drafts.apply(plan)
+        if not granted.size:
+            return granted, 0
+        num_drafts = self._drafts.propose(self._rows.decode_rows, granted - 1)
+        return 1 + num_drafts, int(num_drafts.sum())
+
+    def _inputs(self, plan: StepPlan, num_tokens: Int32Array) -> list[StepInputs]:
+        """What each graph of the step is fed: the decode's first, then the prefill's."""
+        rows, graphs = self._rows, []
         if rows.decode_rows.size:
-            graphs.append(decode_inputs(rows, rows.decode_rows, rows.decode_num_tokens))
+            graphs.append(decode_inputs(rows, rows.decode_rows, num_tokens))
         if plan.prefill_rows.size:
             graphs.append(prefill_inputs(rows, plan.prefill_rows, plan.prefill_num_tokens))
         if not graphs:
             raise ProtocolError(f"the engine's plan of step {plan.step} has no work; run the same version on both.")
-        sampled_rows = np.concatenate([inputs.sampled_rows for inputs in graphs])
-        sampled_ids = self._sample(torch.cat([self._forward(inputs) for inputs in graphs]), sampled_rows)
-        for inputs in graphs:
-            rows.advance(inputs.rows, inputs.num_scheduled_tokens)
-        rows.append(sampled_rows, sampled_ids)
-        return StepResult(plan.step, sampled_ids)
+        return graphs
 
     def _forward(self, inputs: StepInputs) -> Tensor:
-        """Hidden states [num_sampled, hidden_size] of the tokens that are sampled; the rest is left behind here."""
-        hidden = self.graphs.run(inputs.shape, inputs.input_ids, inputs.positions, inputs.batches)
-        return hidden[inputs.logits_indices]
+        """Hidden states [num_padded_tokens, hidden_size]."""
+        return self.graphs.run(inputs.shape, inputs.input_ids, inputs.positions, inputs.batches)
 
-    def _sample(self, hidden: Tensor, sampled_rows: Int32Array) -> Int32Array:
-        """Draw a token from each hidden state [num_sampled, hidden_size], all at once: int32 [num_sampled]."""
+    def _sample(self, hidden: Tensor, sampled_rows: IntArray, positions: IntArray | None) -> Samples:
+        """Draw a token from each hidden state [num_sampled, hidden_size], all at once."""
         if not sampled_rows.size:
-            return NO_ROWS
-        return sample(self._model.logits(hidden), self._sampling.batch(self._rows, sampled_rows)).token_ids
+            return Samples(NO_ROWS)
+        return sample(self._model.logits(hidden), self._sampling.batch(self._rows, sampled_rows, positions))
+
+    def _accept(self, graphs: Sequence[StepInputs], samples: Samples) -> tuple[Samples, Int32Array]:
+        """Advance by what is accepted: the samples that count, as a result has them; how many each decode row got."""
+        rows, (decode, *prefills) = self._rows, graphs
+        num_decoded = len(decode.sampled_rows)
+        is_new, num_new = accept(decode, samples.token_ids[:num_decoded])
+        accepted = np.flatnonzero(is_new)
+        rows.advance(decode.rows, num_new)
+        rows.append(decode.rows, samples.token_ids[accepted], num_new)
+        for prefill in prefills:
+            rows.advance(prefill.rows, prefill.num_scheduled_tokens)
+            rows.append(prefill.sampled_rows, samples.token_ids[num_decoded:])
+        prefilled = np.arange(num_decoded, len(samples.token_ids))
+        return samples.take(np.concatenate((accepted, prefilled))), num_new
 
 
-def _split_blocks(model: Model, kernel_block_size: int) -> None:
+def _sampled_positions(graphs: Sequence[StepInputs]) -> IntArray:
+    """int64 [num_sampled]: where the tokens that are sampled come, each behind the one that it is sampled after."""
+    return torch.cat([inputs.positions[inputs.logits_indices] for inputs in graphs]).numpy() + 1
+
+
+def _split_blocks(attentions: Sequence[Attention], kernel_block_size: int) -> None:
     """Show every KV cache to the kernel in blocks of its own size; the slots in them stay where they are."""
-    for attention in model.attentions:
+    for attention in attentions:
         assert attention.caches is not None, "bind_kv_caches comes before"
         k_cache, v_cache = (cache.view(-1, kernel_block_size, *cache.shape[2:]) for cache in attention.caches)
         attention.bind_kv_cache(k_cache, v_cache, attention.group)

@@ -3,7 +3,7 @@
 Each row pays for what it asks: a batch of greedy rows is one arg max.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blockplane.data_plane.drawing import Truncation, draw_from_all, draw_from_likeliest, uniform_noise
+from blockplane.data_plane.likeliest import likeliest_one
 from blockplane.data_plane.logit_changes import LogitChanges
-from blockplane.data_plane.logprobs import LogProbs, logprobs_of
+from blockplane.data_plane.logprobs import logprobs_of
+from blockplane.protos.logprobs import Logprobs
 from blockplane.protos.plan import Int32Array, IntArray
 
 NOT_FINITE = -1
@@ -46,12 +48,16 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """int32 [num_rows] token ids, or NOT_FINITE; `logprobs` of the rows that ask, in order, as many as any of them asks
-    for, None = nobody asks.
+    """int32 [num_rows] token ids, or NOT_FINITE, and what is told of them, as much as each row asks for: of the model's
+    distribution, before any change to it. None = nobody asks.
     """
 
     token_ids: Int32Array
-    logprobs: LogProbs | None = None
+    logprobs: Logprobs | None = None
+
+    def take(self, samples: IntArray) -> "Samples":
+        """Some of them, by index."""
+        return Samples(self.token_ids[samples], None if self.logprobs is None else self.logprobs.take(samples))
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Samples:
@@ -72,19 +78,21 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Samples:
     samples: Int32Array = token_ids.cpu().numpy().astype(np.int32)
     if unchanged is None:
         return Samples(samples)
-    num_top = int(batch.num_logprobs.max())
-    return Samples(samples, logprobs_of(unchanged, token_ids[torch.from_numpy(telling)], num_top))
+    told = logprobs_of(unchanged, token_ids[torch.from_numpy(telling)], batch.num_logprobs[telling])
+    num_entries = np.zeros(len(samples), np.int32)
+    num_entries[telling] = told.num_entries
+    return Samples(samples, replace(told, num_entries=num_entries))
 
 
 def _choose(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Each row's token by its own way: int64 [num_rows]."""
     is_random = batch.temperature > 0
     if not is_random.any():
-        return torch.argmax(logits, dim=-1)
+        return likeliest_one(logits)
     is_truncated = is_random & ((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if (rows := np.flatnonzero(~is_random)).size:
-        token_ids[torch.from_numpy(rows)] = torch.argmax(_part(logits, rows), dim=-1)
+        token_ids[torch.from_numpy(rows)] = likeliest_one(_part(logits, rows))
     if (rows := np.flatnonzero(is_random & ~is_truncated)).size:
         heat = _heat(batch, rows, logits.device)
         token_ids[torch.from_numpy(rows)] = draw_from_all(_part(logits, rows), *heat)

@@ -27,11 +27,18 @@ _PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A loaded model that serves whichever engine it is attached to."""
+    """A loaded model that serves whichever engine it is attached to.
+
+    Attributes:
+        available_memory: bytes that it gives to KV, its draft model's too.
+        num_draft_tokens, draft_model: as `Runner` has them; the draft model's vocabulary is the model's.
+    """
 
     model: Model
     info: ModelInfo
     available_memory: int
+    num_draft_tokens: int = 0
+    draft_model: Model | None = None
 
     def serve(self, engine_address: str) -> None:
         """Attach, compute until the stream ends, attach again, for ever.
@@ -73,7 +80,13 @@ class Worker:
         first = next(messages, None)
         if first is None:
             return
-        runner = Runner(self.model, wire.configure_from_proto(first.configure), self.info.eos_token_ids)
+        runner = Runner(
+            self.model,
+            wire.configure_from_proto(first.configure),
+            self.info.eos_token_ids,
+            num_draft_tokens=self.num_draft_tokens,
+            draft_model=self.draft_model,
+        )
         yield pb.AttachWorkerRequest(ready=_ready(runner))
         logger.info("attached, with %d KV blocks", runner.configure.num_blocks)
         for message in messages:
@@ -84,7 +97,7 @@ class Worker:
         return pb.WorkerHello(
             protocol_version=wire.PROTOCOL_VERSION,
             model=wire.model_info_to_proto(self.info),
-            layers=[wire.layer_to_proto(spec) for spec in layer_kv_specs(self.model)],
+            layers=[wire.layer_to_proto(spec) for spec in layer_kv_specs(self.model, self.draft_model)],
             available_memory=self.available_memory,
             bucket_rules=wire.bucket_rules_to_proto(BUCKET_RULES),
         )

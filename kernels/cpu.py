@@ -1,7 +1,8 @@
 """The reference kernels' twins for CPUs: the same results from fewer and larger operations. Shapes as there.
 
-A context is read by whole blocks, and query heads that share a KV head go through one matrix product. What is rare goes
-the reference's way: an active mask of one's own, a table with a -1 inside a context, queries before position 0.
+A context is read by whole blocks, and query heads that share a KV head go through one matrix product. FP8 is read
+through a table of its 256 numbers. What is rare goes the reference's way: an active mask of one's own, a table with a
+-1 inside a context, queries before position 0.
 """
 
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
     if bool((slot_mapping < 0).any()):
         reference.write_kv(key, value, k_cache, v_cache, slot_mapping)
         return
-    k_cache.flatten(0, 1)[slot_mapping] = key.to(k_cache.dtype)
-    v_cache.flatten(0, 1)[slot_mapping] = value.to(v_cache.dtype)
+    k_cache.flatten(0, 1)[slot_mapping] = reference.to_cache_dtype(key, k_cache.dtype)
+    v_cache.flatten(0, 1)[slot_mapping] = reference.to_cache_dtype(value, v_cache.dtype)
 
 
 def decode_attention(
@@ -85,6 +86,16 @@ def segmented_attention(
     return output
 
 
+def _to_float32(kv: Tensor) -> Tensor:
+    if kv.dtype != torch.float8_e4m3fn:
+        return kv.float()
+    # Torch's cast takes a number at a time: the table is three times as fast (AVX2, one core).
+    return _FP8_NUMBERS.index_select(0, kv.view(torch.uint8).flatten().int()).view(kv.shape)
+
+
+_FP8_NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+
+
 @dataclass(frozen=True, slots=True)
 class _CausalAttention:
     """One layer's attention over its caches, a request at a time; fields as in `reference.decode_attention`.
@@ -111,7 +122,7 @@ class _CausalAttention:
         read = slice(first % block_size, first % block_size + seq_len - first)
         # [num_kv_heads, num_keys, head_dim]
         keys, values = (
-            cache.index_select(0, blocks).flatten(0, 1)[read].float().transpose(0, 1)
+            _to_float32(cache.index_select(0, blocks).flatten(0, 1)[read]).transpose(0, 1)
             for cache in (self.k_cache, self.v_cache)
         )
         num_queries, _, head_dim = query.shape

@@ -20,13 +20,26 @@ def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
     """Scatter new KV into the cache, in place; slot -1 writes nothing (seed 000, "Slot ID -1").
 
     Args:
-        key, value: [num_tokens, num_kv_heads, head_dim], any float dtype; cast to the cache's.
+        key, value: [num_tokens, num_kv_heads, head_dim], any float dtype; cast to the cache's as `to_cache_dtype` says.
+            An FP8 cache holds them divided by scales that its reader multiplies by: kernels know of no scale, since one
+            of the keys is a factor of `scale`, and one of the values a factor of the output.
         slot_mapping: int64 [num_tokens].
     """
     written = slot_mapping >= 0
     slots = slot_mapping[written]
-    k_cache.flatten(0, 1)[slots] = key[written].to(k_cache.dtype)
-    v_cache.flatten(0, 1)[slots] = value[written].to(v_cache.dtype)
+    k_cache.flatten(0, 1)[slots] = to_cache_dtype(key[written], k_cache.dtype)
+    v_cache.flatten(0, 1)[slots] = to_cache_dtype(value[written], v_cache.dtype)
+
+
+def to_cache_dtype(kv: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to the cache's dtype; what FP8 is too narrow for becomes its greatest or least number, and NaN stays NaN.
+
+    Torch's own cast leaves it to its version whether such numbers become NaN.
+    """
+    if dtype.itemsize == 1:
+        greatest = torch.finfo(dtype).max
+        kv = kv.clamp(-greatest, greatest)
+    return kv.to(dtype)
 
 
 def decode_attention(

@@ -28,7 +28,8 @@ class Config:
     address: str = _setting("127.0.0.1:50051", "where the frontend listens for clients, host:port")
     engine_address: str = _setting("127.0.0.1:50050", "where workers and frontends find the engine, or unix:PATH")
     model: str = _setting("gemma3-270m", "gemma3-270m, a .gguf file, a Hugging Face directory, or synthetic")
-    dtype: str = _setting("bfloat16", "weights, activations and KV: bfloat16 or float32")
+    dtype: str = _setting("bfloat16", "weights and activations: bfloat16 or float32")
+    kv_cache_dtype: str = _setting("auto", "KV: auto (as dtype) or fp8_e4m3, with the checkpoint's scales")
     profile: str = _setting("production", "bucket lists: production (several) or development (one each)")
     block_size: int = _setting(16, "tokens per KV block")
     num_batched_tokens_buckets: tuple[int, ...] = _setting(
@@ -48,6 +49,9 @@ class Config:
     kv_cache_bytes: int = _setting(2 << 30, "bytes that a worker gives to KV")
     num_blocks: int = _setting(0, "KV blocks, the null block included; 0 = as many as the memory holds")
     prefix_caching: str = _setting("on", "share the KV of equal prompt prefixes: on or off; needs segmented_prefill")
+    num_draft_tokens: int = _setting(0, "tokens that a step may guess for each decode row; 0 = none")
+    draft_source: str = _setting("ngram", "who guesses: ngram (what followed before in the same text) or model")
+    draft_model: str = _setting("", "the model that guesses, named as model is; only for draft_source model")
     max_waiting_requests: int = _setting(1024, "requests that may wait for a row; more are refused")
     max_waiting_tokens: int = _setting(4_194_304, "tokens in the prompts of waiting requests; more are refused")
     priority_seconds: int = _setting(10, "seconds of waiting that one step of priority counts as")
@@ -86,7 +90,13 @@ def add_settings(parser: argparse.ArgumentParser, names: Collection[str] | None 
     for setting in fields(Config):
         if names is not None and setting.name not in names:
             continue
-        shown = setting.default if setting.default != () else "by profile" if setting.name in _BY_PROFILE else "none"
+        shown = (
+            setting.default
+            if setting.default not in ((), "")
+            else "by profile"
+            if setting.name in _BY_PROFILE
+            else "none"
+        )
         group.add_argument(
             f"--{setting.name.replace('_', '-')}",
             metavar="VALUE",
@@ -174,6 +184,7 @@ def _whole_number(value: Any) -> int:
 
 
 def _check(config: Config) -> None:
+    _check_drafts(config)
     for name, least in _LEAST.items():
         if getattr(config, name) < least:
             raise ConfigurationError(f"{name} is {getattr(config, name)}; give at least {least}.")
@@ -183,6 +194,20 @@ def _check(config: Config) -> None:
         if getattr(config, name) not in choices:
             raise ConfigurationError(f"{name} is {getattr(config, name)!r}; choose one of {', '.join(choices)}.")
     _check_bucket_lists(config)
+
+
+def _check_drafts(config: Config) -> None:
+    if config.draft_source == "eagle":
+        raise ConfigurationError("draft_source is 'eagle', which is not built yet; choose one of ngram, model.")
+    if config.draft_source == "model" and not config.draft_model:
+        raise ConfigurationError(
+            "draft_source is 'model' and draft_model is empty; name a model of the same vocabulary."
+        )
+    if config.draft_source != "model" and config.draft_model:
+        raise ConfigurationError(
+            f"draft_model is {config.draft_model!r} and draft_source is {config.draft_source!r}, which needs none; set"
+            " draft_source to model, or leave draft_model out."
+        )
 
 
 def _check_bucket_lists(config: Config) -> None:
@@ -220,6 +245,7 @@ _LEAST = {
     "max_model_len": 0,
     "kv_cache_bytes": 0,
     "num_blocks": 0,
+    "num_draft_tokens": 0,
     "max_num_batched_tokens": 0,
     "max_num_seqs": 0,
     "max_waiting_requests": 1,
@@ -230,7 +256,9 @@ _LEAST = {
 }
 _CHOICES = {
     "dtype": ("bfloat16", "float32"),
+    "kv_cache_dtype": ("auto", "fp8_e4m3"),
     "segmented_prefill": ("on", "off"),
     "prefix_caching": ("on", "off"),
+    "draft_source": ("ngram", "model"),
     "log_level": ("debug", "info", "warning", "error"),
 }

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from blockplane.protos.errors import BlockplaneError
 from blockplane.protos.finish import FinishReason
+from blockplane.protos.logprobs import Logprobs
 from blockplane.protos.model import ModelInfo
 from blockplane.protos.plan import Int32Array, no_rows
 from blockplane.protos.sampling import SamplingParams
@@ -55,6 +56,14 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """What is told of the next tokens of a stream's prompt; nothing can be of its first."""
+
+    stream_id: int
+    logprobs: Logprobs
+
+
+@dataclass(frozen=True, slots=True)
 class ServingState:
     """What the engine can serve now; `model` is None while no worker is ready."""
 
@@ -66,7 +75,8 @@ class Delivery:
     """What the engine has for one frontend since its last message.
 
     `stream_ids` and `num_tokens` have one entry per stream that got tokens, `token_ids` all their ids end to end;
-    `num_tokens` is None where each got one. `endings` come after the tokens. `serving` is None where it did not change.
+    `num_tokens` is None where each got one. `logprobs` are those of `token_ids`, None = nobody asks; `prompt_logprobs`
+    may name a stream several times. `endings` come after both. `serving` is None where it did not change.
     """
 
     stream_ids: Int32Array = field(default_factory=no_rows)
@@ -74,3 +84,5 @@ class Delivery:
     token_ids: Int32Array = field(default_factory=no_rows)
     endings: tuple[Ending, ...] = ()
     serving: ServingState | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()

@@ -5,19 +5,14 @@ from typing import get_args
 import grpc
 import numpy as np
 
-from blockplane.protos.delivery import Delivery, Ending, FrontendBatch, ServingState, Submission
+from blockplane.protos.columns import column_from_bytes, column_to_bytes
+from blockplane.protos.delivery import Delivery, Ending, FrontendBatch, PromptLogprobs, ServingState, Submission
 from blockplane.protos.errors import BlockplaneError, CapacityError, ProtocolError, error_of_status
 from blockplane.protos.finish import FinishReason
+from blockplane.protos.logprobs_wire import logprobs_from_proto, logprobs_to_proto
 from blockplane.protos.sampling import MAX_SAMPLES
-from blockplane.protos.wire import (
-    PROTOCOL_VERSION,
-    column_from_bytes,
-    column_to_bytes,
-    model_info_from_proto,
-    model_info_to_proto,
-    sampling_from_proto,
-    sampling_to_proto,
-)
+from blockplane.protos.sampling_wire import sampling_from_proto, sampling_to_proto
+from blockplane.protos.wire import PROTOCOL_VERSION, model_info_from_proto, model_info_to_proto
 from blockplane.v1 import engine_pb2 as pb
 from blockplane.v1 import inference_pb2
 
@@ -86,6 +81,10 @@ def delivery_to_proto(delivery: Delivery) -> pb.AttachFrontendResponse:
         proto.num_tokens = column_to_bytes(delivery.num_tokens)
     if delivery.endings:
         proto.endings.extend(map(_ending_to_proto, delivery.endings))
+    if delivery.logprobs is not None:
+        proto.logprobs.CopyFrom(logprobs_to_proto(delivery.logprobs))
+    if delivery.prompt_logprobs:
+        proto.prompt_logprobs.extend(map(_prompt_logprobs_to_proto, delivery.prompt_logprobs))
     if delivery.serving is not None:
         proto.serving.CopyFrom(serving_to_proto(delivery.serving))
     return proto
@@ -93,12 +92,15 @@ def delivery_to_proto(delivery: Delivery) -> pb.AttachFrontendResponse:
 
 def delivery_from_proto(proto: pb.AttachFrontendResponse) -> Delivery:
     """Raises ProtocolError if the columns do not belong together."""
+    token_ids = column_from_bytes(proto.token_ids)
     delivery = Delivery(
         stream_ids=column_from_bytes(proto.stream_ids),
         num_tokens=column_from_bytes(proto.num_tokens) if proto.HasField("num_tokens") else None,
-        token_ids=column_from_bytes(proto.token_ids),
+        token_ids=token_ids,
         endings=tuple(_ending_from_proto(ending) for ending in proto.endings),
         serving=serving_from_proto(proto.serving) if proto.HasField("serving") else None,
+        logprobs=logprobs_from_proto(proto.logprobs, len(token_ids)) if proto.HasField("logprobs") else None,
+        prompt_logprobs=tuple(map(_prompt_logprobs_from_proto, proto.prompt_logprobs)),
     )
     num_streams, num_tokens = len(delivery.stream_ids), delivery.num_tokens
     if len(delivery.token_ids) != (num_streams if num_tokens is None else num_tokens.sum()) or (
@@ -114,6 +116,14 @@ def serving_to_proto(serving: ServingState) -> pb.ServingState:
 
 def serving_from_proto(proto: pb.ServingState) -> ServingState:
     return ServingState(model_info_from_proto(proto.model) if proto.HasField("model") else None)
+
+
+def _prompt_logprobs_to_proto(told: PromptLogprobs) -> pb.PromptLogprobs:
+    return pb.PromptLogprobs(stream_id=told.stream_id, logprobs=logprobs_to_proto(told.logprobs))
+
+
+def _prompt_logprobs_from_proto(proto: pb.PromptLogprobs) -> PromptLogprobs:
+    return PromptLogprobs(proto.stream_id, logprobs_from_proto(proto.logprobs))
 
 
 def _ending_to_proto(ending: Ending) -> pb.Ending:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockplane.protos.kv_cache import KVCacheGroup, KVCacheTensor
+from blockplane.protos.logprobs import Logprobs
 from blockplane.protos.sampling import SamplingParams
 
 Int32Array = NDArray[np.int32]
@@ -126,10 +127,18 @@ class StepResult:
     """What a step produced: the new tokens of each decode row, then one for each prefill segment that reached its row's
     last token, in the plan's order, end to end. -1 stands where the row's logits were not finite.
 
-    `num_tokens`: int32, how many each decode row got, which is one more than its drafts that were accepted; None = 1
-    each.
+    Attributes:
+        num_tokens: int32, how many each decode row got, which is one more than its drafts that were accepted; None = 1
+            each.
+        logprobs: of `token_ids`; those of a failed row have no entries. None = nobody asks.
+        prompt_logprobs: of the prompt tokens that follow one which the step computed, for each prefill segment whose
+            request asks, in the plan's order, end to end; None = nobody asks.
+        num_draft_tokens: drafts that the step computed, accepted or not.
     """
 
     step: int
     token_ids: Int32Array
     num_tokens: Int32Array | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    num_draft_tokens: int = 0

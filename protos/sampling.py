@@ -73,7 +73,7 @@ class SamplingParams:
 
 
 def check_sampling_params(params: SamplingParams, vocab_size: int) -> None:
-    """Raise InvalidRequestError naming the first field that is out of range, or that is not served yet."""
+    """Raise InvalidRequestError naming the first field that is out of range."""
     if params.max_tokens < 1:
         raise InvalidRequestError(f"max_tokens is {params.max_tokens}; ask for at least 1 token.")
     if params.seed is not None and not 0 <= params.seed < 2**64:
@@ -97,7 +97,8 @@ def check_sampling_params(params: SamplingParams, vocab_size: int) -> None:
         check_token_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
     _check_bad_words(params.bad_words, vocab_size)
     for field in ("logprobs", "prompt_logprobs"):
-        _check_logprobs(field, getattr(params, field))
+        if (num_logprobs := getattr(params, field)) is not None:
+            _check_range(field, num_logprobs, 0, MAX_LOGPROBS, f"0 (only the token's own) to {MAX_LOGPROBS}")
 
 
 def _check_range(field: str, value: float, low: float, high: float, choice: str) -> None:
@@ -126,13 +127,6 @@ def _check_bad_words(bad_words: tuple[tuple[int, ...], ...], vocab_size: int) ->
         if not 1 <= len(word) <= MAX_BAD_WORD_LEN:
             raise InvalidRequestError(f"bad_words has one of {len(word)} ids; send 1 to {MAX_BAD_WORD_LEN} for each.")
         check_token_ids("bad_words", word, vocab_size)
-
-
-def _check_logprobs(field: str, num_logprobs: int | None) -> None:
-    if num_logprobs is None:
-        return
-    _check_range(field, num_logprobs, 0, MAX_LOGPROBS, f"0 (only the token's own) to {MAX_LOGPROBS}")
-    raise InvalidRequestError(f"{field} is {num_logprobs}, but log-probabilities are not served yet; leave it out.")
 
 
 def check_token_ids(field: str, token_ids: ArrayLike, vocab_size: int) -> None:

@@ -15,6 +15,9 @@ class Statistics:
         num_admitted, num_prompt_tokens: requests that got a row at least once, and the tokens of their prompts.
         num_cached_tokens: of these tokens, how many were found in the prefix cache then.
         num_preemptions: how often a request lost its row to others.
+        num_draft_tokens, num_accepted_tokens: tokens that the worker guessed, and how many of its guesses were right:
+            what rows got beyond one token a step. Counted as the worker answers, so that those count too which come
+            behind a request's end and are dropped.
     """
 
     num_running: int
@@ -26,3 +29,5 @@ class Statistics:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_preemptions: int
+    num_draft_tokens: int
+    num_accepted_tokens: int

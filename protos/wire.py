@@ -1,38 +1,18 @@
-"""The worker's messages to protobuf and back; knows neither streams nor who sends them.
+"""The worker's messages to protobuf and back; knows neither streams nor who sends them."""
 
-Columns cross as little-endian int32 bytes: `tobytes` on one side, `frombuffer` on the other, no Python loop.
-"""
-
-from collections.abc import Sequence
 from dataclasses import asdict
 
-import numpy as np
-
 from blockplane.protos.buckets import BucketRules
-from blockplane.protos.errors import ProtocolError
+from blockplane.protos.columns import column_from_bytes, column_to_bytes
 from blockplane.protos.kv_cache import KVCacheGroup, KVCacheTensor
+from blockplane.protos.logprobs_wire import logprobs_from_proto, logprobs_to_proto
 from blockplane.protos.model import GenerationDefaults, LayerKVSpec, ModelInfo
 from blockplane.protos.plan import Admission, Configure, Int32Array, StepPlan, StepResult
-from blockplane.protos.sampling import SamplingParams
+from blockplane.protos.sampling_wire import sampling_from_proto, sampling_to_proto
 from blockplane.protos.statistics import Statistics
 from blockplane.v1 import engine_pb2 as pb
 
 PROTOCOL_VERSION = 3
-
-_INT32 = np.dtype("<i4")
-
-
-def column_to_bytes(column: Int32Array) -> bytes:
-    return column.astype(_INT32, copy=False).tobytes() if column.size else b""
-
-
-def column_from_bytes(data: bytes) -> Int32Array:
-    """Read an int32 column; a read-only view of `data`. Raises ProtocolError if it ends inside a number."""
-    if len(data) % _INT32.itemsize:
-        raise ProtocolError(
-            f"a column of {len(data)} bytes does not hold whole int32 numbers; check the peer's version."
-        )
-    return np.frombuffer(data, _INT32)
 
 
 def plan_to_proto(plan: StepPlan) -> pb.StepPlan:
@@ -68,63 +48,6 @@ def _admission_to_proto(admission: Admission) -> pb.Admission:
     )
 
 
-def sampling_to_proto(params: SamplingParams) -> pb.SamplingSettings:
-    return pb.SamplingSettings(
-        max_tokens=params.max_tokens,
-        temperature=params.temperature,
-        seed=params.seed,
-        stop_token_ids=_ids_to_bytes(params.stop_token_ids),
-        ignore_eos=params.ignore_eos,
-        min_tokens=params.min_tokens,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        logit_bias_token_ids=_ids_to_bytes([token_id for token_id, _ in params.logit_bias]),
-        logit_biases=[bias for _, bias in params.logit_bias],
-        allowed_token_ids=None if params.allowed_token_ids is None else _ids_to_bytes(params.allowed_token_ids),
-        bad_words=[_ids_to_bytes(word) for word in params.bad_words],
-        logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
-    )
-
-
-def sampling_from_proto(proto: pb.SamplingSettings) -> SamplingParams:
-    """Raises ProtocolError if the columns do not belong together."""
-    biased_ids = _ids_from_bytes(proto.logit_bias_token_ids)
-    if len(biased_ids) != len(proto.logit_biases):
-        raise ProtocolError("the columns of a logit bias differ in length; run the same version everywhere.")
-    return SamplingParams(
-        max_tokens=proto.max_tokens,
-        temperature=proto.temperature,
-        seed=proto.seed if proto.HasField("seed") else None,
-        stop_token_ids=_ids_from_bytes(proto.stop_token_ids),
-        ignore_eos=proto.ignore_eos,
-        min_tokens=proto.min_tokens,
-        top_k=proto.top_k,
-        top_p=proto.top_p,
-        min_p=proto.min_p,
-        presence_penalty=proto.presence_penalty,
-        frequency_penalty=proto.frequency_penalty,
-        repetition_penalty=proto.repetition_penalty,
-        logit_bias=tuple(zip(biased_ids, proto.logit_biases, strict=True)),
-        allowed_token_ids=_ids_from_bytes(proto.allowed_token_ids) if proto.HasField("allowed_token_ids") else None,
-        bad_words=tuple(map(_ids_from_bytes, proto.bad_words)),
-        logprobs=proto.logprobs if proto.HasField("logprobs") else None,
-        prompt_logprobs=proto.prompt_logprobs if proto.HasField("prompt_logprobs") else None,
-    )
-
-
-def _ids_to_bytes(token_ids: Sequence[int]) -> bytes:
-    return column_to_bytes(np.array(token_ids, np.int32))
-
-
-def _ids_from_bytes(data: bytes) -> tuple[int, ...]:
-    return tuple(column_from_bytes(data).tolist())
-
-
 def plan_from_proto(proto: pb.StepPlan) -> StepPlan:
     return StepPlan(
         step=proto.step,
@@ -158,14 +81,22 @@ def result_to_proto(result: StepResult) -> pb.StepResult:
         step=result.step,
         token_ids=column_to_bytes(result.token_ids),
         num_tokens=_optional_to_bytes(result.num_tokens),
+        num_draft_tokens=result.num_draft_tokens,
+        logprobs=None if result.logprobs is None else logprobs_to_proto(result.logprobs),
+        prompt_logprobs=None if result.prompt_logprobs is None else logprobs_to_proto(result.prompt_logprobs),
     )
 
 
 def result_from_proto(proto: pb.StepResult) -> StepResult:
+    """Raises ProtocolError if columns of log-probabilities do not belong to the tokens."""
+    token_ids = column_from_bytes(proto.token_ids)
     return StepResult(
         step=proto.step,
-        token_ids=column_from_bytes(proto.token_ids),
+        token_ids=token_ids,
         num_tokens=column_from_bytes(proto.num_tokens) if proto.HasField("num_tokens") else None,
+        num_draft_tokens=proto.num_draft_tokens,
+        logprobs=logprobs_from_proto(proto.logprobs, len(token_ids)) if proto.HasField("logprobs") else None,
+        prompt_logprobs=logprobs_from_proto(proto.prompt_logprobs) if proto.HasField("prompt_logprobs") else None,
     )
 
 

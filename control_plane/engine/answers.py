@@ -8,18 +8,23 @@ import numpy as np
 from blockplane.control_plane.engine.kv_blocks import KVBlocks
 from blockplane.control_plane.engine.request import Request
 from blockplane.control_plane.engine.rows import Rows
-from blockplane.control_plane.engine.step import Finished, InFlight, Segment, StepOutputs
+from blockplane.control_plane.engine.step import Finished, InFlight, Segment, StepOutputs, ToldPrompt
 from blockplane.control_plane.engine.stops import BoolArray, Stops
 from blockplane.control_plane.engine.waiting import WaitingQueue
 from blockplane.protos.errors import BlockplaneError, ModelOutputError, ProtocolError
 from blockplane.protos.finish import FinishReason, finish_reason
+from blockplane.protos.logprobs import Logprobs
 from blockplane.protos.plan import Int32Array, IntArray, StepResult
 
 Outcome: TypeAlias = FinishReason | BlockplaneError
 
 
 class Answers:
-    """The confirming half of a scheduler, on the scheduler's own rows, blocks and queue."""
+    """The confirming half of a scheduler, on the scheduler's own rows, blocks and queue.
+
+    Attributes:
+        num_draft_tokens, num_accepted_tokens: of all answers, what `Statistics` says of them.
+    """
 
     def __init__(
         self,
@@ -31,6 +36,7 @@ class Answers:
     ) -> None:
         """`end` takes a request out of rows and queue."""
         self._rows, self._blocks, self._waiting, self._stops, self._end = rows, blocks, waiting, stops, end
+        self.num_draft_tokens = self.num_accepted_tokens = 0
 
     def take(self, plan: InFlight | None, result: StepResult, *, all_have_rows: bool) -> StepOutputs:
         """Fold an answer in. `all_have_rows`: no request of the plan has lost its row since.
@@ -43,12 +49,18 @@ class Answers:
             raise ProtocolError(f"got the result of step {result.step} while {expected}.")
         counts, may_stop = _counts(plan, result), self._stops.are_to_see(result.token_ids)
         self._stops.check(result.token_ids)
+        self._check_logprobs(plan, result)
+        self.num_draft_tokens += result.num_draft_tokens
+        if result.num_tokens is not None:
+            self.num_accepted_tokens += int(result.num_tokens.sum()) - len(result.num_tokens)
         rows, token_ids, unused = plan.sampled.rows, result.token_ids, _unused(plan, counts)
+        told_prompts, logprobs = _told_prompts(plan.prefills, result.prompt_logprobs), result.logprobs
         late = None
         if not all_have_rows:
             has_row = np.array([request.row is not None for request in plan.sampled.requests], bool)
             is_kept = has_row if counts is None else np.repeat(has_row, counts)
-            late = self._answer_without_rows(plan.sampled.requests, token_ids, counts)
+            late = self._answer_without_rows(plan.sampled.requests, token_ids, counts, logprobs)
+            logprobs = None if logprobs is None else logprobs.take(np.flatnonzero(is_kept))
             rows, token_ids, may_stop = rows[has_row], token_ids[is_kept], may_stop[is_kept]
             counts = None if counts is None else counts[has_row]
             unused = None if unused is None else unused[has_row]
@@ -56,13 +68,29 @@ class Answers:
             self._answer_prefills(plan.prefills)
         if unused is not None:
             self._rows.num_granted[rows] -= unused
-        outputs = self._answer_rows(rows, token_ids, counts, may_stop)
-        return outputs if late is None else late.beside(outputs)
+        outputs = self._answer_rows(rows, token_ids, counts, may_stop, logprobs)
+        outputs = outputs if late is None else late.beside(outputs)
+        return outputs._replace(told_prompts=told_prompts) if told_prompts else outputs
+
+    def _check_logprobs(self, plan: InFlight, result: StepResult) -> None:
+        """Raise ProtocolError unless prompts are told of as they were asked, in token ids of the model."""
+        num_asked = sum(segment.num_told for segment in plan.prefills)
+        num_told = 0 if result.prompt_logprobs is None else len(result.prompt_logprobs.num_entries)
+        if num_told != num_asked:
+            raise ProtocolError(f"step {plan.step} was to tell of {num_asked} prompt tokens; got {num_told}.")
+        for logprobs in (result.logprobs, result.prompt_logprobs):
+            if logprobs is not None:
+                self._stops.check(logprobs.token_ids)
 
     # -- requests that have their rows ---------------------------------------------------------------------------------
 
     def _answer_rows(
-        self, at: IntArray, token_ids: Int32Array, counts: Int32Array | None, may_stop: BoolArray
+        self,
+        at: IntArray,
+        token_ids: Int32Array,
+        counts: Int32Array | None,
+        may_stop: BoolArray,
+        logprobs: Logprobs | None,
     ) -> StepOutputs:
         """Give each row its new tokens: one, or as many as `counts` says; look closer at those that reach a mark."""
         rows = self._rows
@@ -75,7 +103,8 @@ class Answers:
             rows.token_ids[per_token, np.arange(len(token_ids)) + np.repeat(before - starts, counts)] = token_ids
             after, stops = before + counts, np.logical_or.reduceat(may_stop, starts)
         rows.num_tokens[at] = after
-        outputs = StepOutputs(rows.owners[per_token], rows.stream_ids[per_token], token_ids, one_each=counts is None)
+        owners, stream_ids = rows.owners[per_token], rows.stream_ids[per_token]
+        outputs = StepOutputs(owners, stream_ids, token_ids, one_each=counts is None, logprobs=logprobs)
         is_due = stops | (after >= rows.confirm_mark[at])
         if not np.count_nonzero(is_due):
             return outputs
@@ -132,7 +161,11 @@ class Answers:
     # -- requests that lost their rows meanwhile -----------------------------------------------------------------------
 
     def _answer_without_rows(
-        self, requests: Sequence[Request], token_ids: Int32Array, counts: Int32Array | None
+        self,
+        requests: Sequence[Request],
+        token_ids: Int32Array,
+        counts: Int32Array | None,
+        logprobs: Logprobs | None,
     ) -> StepOutputs:
         """Give their tokens to requests that wait again; those that have ended get none."""
         news, finished = [], []
@@ -143,16 +176,17 @@ class Answers:
                 continue
             tokens = token_ids[start:stop].tolist()
             kept, outcome = self._outcome(request, request.num_tokens, tokens)
-            for token_id in tokens[:kept]:
+            for index, token_id in enumerate(tokens[:kept], start):
                 self._waiting.append_token(request, token_id)
-                news.append((request.owner, request.stream_id, token_id))
+                news.append((request.owner, request.stream_id, index))
             if outcome is not None:
                 if isinstance(outcome, ModelOutputError):
                     self._blocks.distrust_keys(request)
                 finished.append(Finished(request, outcome))
                 self._end(request)
-        owners, stream_ids, token_ids = np.array(news, np.int32).reshape(-1, 3).T
-        return StepOutputs(owners, stream_ids, token_ids, counts is None, tuple(finished))
+        owners, stream_ids, kept_tokens = np.array(news, np.int32).reshape(-1, 3).T
+        logprobs = None if logprobs is None else logprobs.take(kept_tokens)
+        return StepOutputs(owners, stream_ids, token_ids[kept_tokens], counts is None, tuple(finished), logprobs)
 
     def _outcome(self, request: Request, num_before: int, token_ids: Sequence[int]) -> tuple[int, Outcome | None]:
         """How many of a request's new tokens count, and what ends it with the last of them; None = it goes on."""
@@ -191,6 +225,21 @@ def _counts(plan: InFlight, result: StepResult) -> Int32Array | None:
     if len(result.token_ids) != num_tokens:
         raise ProtocolError(f"step {plan.step} sampled {num_tokens} tokens; got {len(result.token_ids)}.")
     return counts
+
+
+def _told_prompts(segments: Sequence[Segment], logprobs: Logprobs | None) -> tuple[ToldPrompt, ...]:
+    """What is new of what an answer tells of prompts: a request that lost its row may compute its own once more."""
+    if logprobs is None:
+        return ()
+    told_prompts = []
+    asked = [segment for segment in segments if segment.num_told]
+    for segment, told in zip(asked, logprobs.split([segment.num_told for segment in asked]), strict=True):
+        request, first, stop = segment.request, segment.start + 1, segment.start + 1 + segment.num_told
+        if not request.ended and stop > request.num_prompt_told:
+            new = np.arange(max(0, request.num_prompt_told - first), segment.num_told)
+            request.num_prompt_told = stop
+            told_prompts.append(ToldPrompt(request, told.take(new)))
+    return tuple(told_prompts)
 
 
 def _unused(plan: InFlight, counts: Int32Array | None) -> Int32Array | None:

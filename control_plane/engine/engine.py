@@ -17,7 +17,7 @@ from blockplane.control_plane.engine.scheduler import Scheduler
 from blockplane.control_plane.engine.waiting import WaitingQueue
 from blockplane.protos.buckets import BucketRules
 from blockplane.protos.config import Config
-from blockplane.protos.delivery import Ending, FrontendBatch, ServingState, Submission
+from blockplane.protos.delivery import Ending, FrontendBatch, PromptLogprobs, ServingState, Submission
 from blockplane.protos.errors import (
     AbortedError,
     BlockplaneError,
@@ -198,13 +198,11 @@ class Engine:
         outputs = self._active_scheduler().update(result)
         if self._feed is not None:
             self._feed.answered(result.step)
-        if len(self._outboxes) == 1:
-            (outbox,) = self._outboxes.values()
-            outbox.put_tokens(outputs.stream_ids, outputs.token_ids, one_each=outputs.one_each)
-        else:
-            for owner, outbox in self._outboxes.items():
-                is_own = outputs.owners == owner
-                outbox.put_tokens(outputs.stream_ids[is_own], outputs.token_ids[is_own], one_each=outputs.one_each)
+        for request, told in outputs.told_prompts:
+            self._outboxes[request.owner].put_prompt_logprobs(PromptLogprobs(request.stream_id, told))
+        for owner, outbox in self._outboxes.items():
+            own = outputs if len(self._outboxes) == 1 else outputs.of(owner)
+            outbox.put_tokens(own.stream_ids, own.token_ids, own.logprobs, one_each=own.one_each)
         for end in outputs.finished:
             self._put_ending(end.request, end.outcome)
             self._forget(end.request)
@@ -291,7 +289,10 @@ class Engine:
 
 
 def _samples(owner: int, submission: Submission) -> list[Request]:
-    """A submission's requests: the first leads, the others share the blocks of its prompt through the prefix cache."""
+    """A submission's requests: the first leads, the others share the blocks of its prompt through the prefix cache.
+
+    The first tells of the prompt too, if that is asked for.
+    """
     params = submission.params
     # Drawn here, once: whatever happens to the request later, its noise stays the same.
     seed = secrets.randbits(64) if params.seed is None else params.seed
@@ -300,7 +301,7 @@ def _samples(owner: int, submission: Submission) -> list[Request]:
             request_id=submission.request_id,
             token_ids=submission.prompt_token_ids,
             num_prompt_tokens=len(submission.prompt_token_ids),
-            params=params,
+            params=params if index == 0 else replace(params, prompt_logprobs=None),
             seed=_sample_seed(seed, index),
             owner=owner,
             stream_id=submission.stream_id + index,

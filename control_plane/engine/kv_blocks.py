@@ -120,7 +120,12 @@ class KVBlocks:
         return self.cache.root(extras)
 
     def num_shareable(self, request: Request) -> int:
-        """Leading blocks that a request without a row may share: never its last token's, which is to be computed."""
+        """Leading blocks that a request without a row may share: never its last token's, which is to be computed.
+
+        Of a prompt that is told of, no token is left out.
+        """
+        if request.params.prompt_logprobs is not None:
+            return 0
         return min(len(request.keys) - 1, (request.num_tokens - 1) // self.block_size)
 
     def find_prefix(self, request: Request) -> Prefix:

@@ -18,7 +18,7 @@ from blockplane.protos.errors import ConfigurationError
 from blockplane.protos.kv_cache import KVCacheGroup
 from blockplane.protos.model import LayerKVSpec
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
 
 Layers = Sequence[LayerKVSpec]
 Kind = tuple[int | None, int | None]

@@ -99,6 +99,7 @@ def _common_settings(config: Config, rules: BucketRules, model_max_len: int) -> 
         kv_segment_size=config.kv_segment_size,
         decode_context_length_buckets=context_buckets,
         prefill_multiple_of=rules.prefill_multiple_of,
+        num_draft_tokens=config.num_draft_tokens,
     )
 
 

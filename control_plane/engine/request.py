@@ -25,6 +25,8 @@ class Request:
         row: its row in the worker group, None while it waits.
         keys: the prefix cache's keys of its full blocks, behind that of its root; empty where it shares none.
         num_cached_tokens: prompt tokens whose KV others had computed, when it was first admitted; None before.
+        num_prompt_told: leading prompt tokens that need no telling any more: the first, which follows none, and those
+            whose log-probabilities were handed out.
         behind: a request that computes the blocks which this one needs next, and how many those are; None = nobody.
         last_step: the last step that may still answer for it while it waits.
         ended: nothing of it may be delivered or scheduled any more.
@@ -44,6 +46,7 @@ class Request:
     row: int | None = None
     keys: list[bytes] = field(default_factory=list)
     num_cached_tokens: int | None = None
+    num_prompt_told: int = 1
     behind: tuple["Request", int] | None = None
     last_step: int = 0
     ended: bool = False

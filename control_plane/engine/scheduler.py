@@ -115,6 +115,8 @@ class Scheduler:
             num_prompt_tokens=self._planner.num_prompt_tokens,
             num_cached_tokens=self._planner.num_cached_tokens,
             num_preemptions=self._planner.num_preemptions,
+            num_draft_tokens=self._answers.num_draft_tokens,
+            num_accepted_tokens=self._answers.num_accepted_tokens,
         )
 
     def _check_fit(self, request: Request) -> None:
@@ -195,6 +197,8 @@ class Scheduler:
             plan.sampled is steady.decodes
             and result.step == plan.step
             and result.num_tokens is None
+            and result.logprobs is None
+            and result.prompt_logprobs is None
             and len(result.token_ids) == len(steady.decodes.requests)
             and self._all_have_rows(plan)
             and not np.count_nonzero(self._stops.are_to_see(result.token_ids))

@@ -11,6 +11,7 @@ import numpy as np
 from blockplane.control_plane.engine.request import Request
 from blockplane.protos.errors import BlockplaneError
 from blockplane.protos.finish import FinishReason
+from blockplane.protos.logprobs import Logprobs, join_told
 from blockplane.protos.plan import NO_ROWS, Admission, Int32Array, IntArray, StepPlan
 
 
@@ -32,6 +33,13 @@ class Segment(NamedTuple):
     start: int
     stop: int
     samples: bool
+
+    @property
+    def num_told(self) -> int:
+        """How many prompt tokens its answer tells of: those that follow one which it computes, if the request asks."""
+        if self.request.params.prompt_logprobs is None:
+            return 0
+        return max(0, min(self.stop, self.request.num_prompt_tokens - 1) - self.start)
 
 
 @dataclass(slots=True)
@@ -120,10 +128,17 @@ class Finished(NamedTuple):
     outcome: FinishReason | BlockplaneError
 
 
+class ToldPrompt(NamedTuple):
+    """What an answer tells of a request's next prompt tokens."""
+
+    request: Request
+    logprobs: Logprobs
+
+
 class StepOutputs(NamedTuple):
     """What a step's answer gives to whoever submitted the requests: per new token its request's owner and stream, int32
     [num_new_tokens] each, a request's tokens in order; and the requests that ended with it. `one_each`: no request got
-    more than one.
+    more than one. `logprobs`: of the new tokens, None = nobody asks; `told_prompts` come before them.
     """
 
     owners: Int32Array
@@ -131,6 +146,8 @@ class StepOutputs(NamedTuple):
     token_ids: Int32Array
     one_each: bool = False
     finished: tuple[Finished, ...] = ()
+    logprobs: Logprobs | None = None
+    told_prompts: tuple[ToldPrompt, ...] = ()
 
     def ending(self, finished: list[Finished], num_dropped: list[int]) -> "StepOutputs":
         """The same with these ends; of each one's tokens the last few come after its end and are dropped."""
@@ -140,8 +157,19 @@ class StepOutputs(NamedTuple):
                 request = end.request
                 own = np.flatnonzero((self.stream_ids == request.stream_id) & (self.owners == request.owner))
                 is_kept[own[len(own) - num :]] = False
-        columns = self.owners[is_kept], self.stream_ids[is_kept], self.token_ids[is_kept]
-        return StepOutputs(*columns, self.one_each, tuple(finished))
+        return self._take(np.flatnonzero(is_kept))._replace(finished=tuple(finished))
+
+    def of(self, owner: int) -> "StepOutputs":
+        """The same without the tokens of others' requests."""
+        return self._take(np.flatnonzero(self.owners == owner))
+
+    def _take(self, tokens: IntArray) -> "StepOutputs":
+        return self._replace(
+            owners=self.owners[tokens],
+            stream_ids=self.stream_ids[tokens],
+            token_ids=self.token_ids[tokens],
+            logprobs=None if self.logprobs is None else self.logprobs.take(tokens),
+        )
 
     def beside(self, other: "StepOutputs") -> "StepOutputs":
         """These and those of other requests."""
@@ -151,6 +179,7 @@ class StepOutputs(NamedTuple):
             np.concatenate((self.token_ids, other.token_ids)),
             self.one_each and other.one_each,
             self.finished + other.finished,
+            join_told([(len(outputs.token_ids), outputs.logprobs) for outputs in (self, other)]),
         )
 
 

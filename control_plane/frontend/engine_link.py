@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import repeat
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import grpc
 
@@ -16,6 +16,7 @@ from blockplane.protos.channel import PEER_OPTIONS, RECONNECT_SECONDS
 from blockplane.protos.delivery import Delivery, FrontendBatch, Submission
 from blockplane.protos.errors import BlockplaneError, UnavailableError, error_of_status
 from blockplane.protos.finish import FinishReason
+from blockplane.protos.logprobs import Logprobs, join
 from blockplane.protos.model import ModelInfo
 from blockplane.v1 import engine_pb2 as pb
 from blockplane.v1.engine_pb2_grpc import EngineStub
@@ -25,48 +26,60 @@ logger = logging.getLogger(__name__)
 FrontendCall: TypeAlias = "grpc.aio.StreamStreamCall[pb.AttachFrontendRequest, pb.AttachFrontendResponse]"
 
 
-class TokenStream:
-    """Tokens of one request on their way to its client. Filled by the link, emptied by the call; coalesces between."""
+class News(NamedTuple):
+    """What a stream has got since it was last looked at; `outcome` is None while it goes on.
 
-    def __init__(self) -> None:
-        self._token_ids: list[int] = []
-        self._outcome: FinishReason | BlockplaneError | None = None
+    `logprobs` are those of `token_ids`, `prompt_logprobs` those of the prompt's next tokens, from its second on; None =
+    nothing is told.
+    """
+
+    token_ids: list[int]
+    outcome: FinishReason | BlockplaneError | None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+
+
+class TokenStream:
+    """Tokens of one sample on their way to its client. Filled by the link, emptied by the call; coalesces between."""
+
+    def __init__(self, stream_id: int, filled: asyncio.Event) -> None:
+        """`filled` is set whenever something comes; a request's samples share it, so that one wait is for them all."""
+        self.stream_id = stream_id
         self.num_cached_tokens = 0
         """Known at the end: tokens of the prompt that were not computed."""
-        self._filled = asyncio.Event()
+        self._filled = filled
+        self._token_ids: list[int] = []
+        self._logprobs: list[Logprobs] = []
+        self._prompt_logprobs: list[Logprobs] = []
+        self._outcome: FinishReason | BlockplaneError | None = None
 
     @property
     def has_ended(self) -> bool:
         return self._outcome is not None
 
-    def put(self, token_ids: list[int]) -> None:
+    def put(self, token_ids: list[int], logprobs: Logprobs | None = None) -> None:
         self._token_ids += token_ids
+        # Beside streams that are told of, others get columns without entries.
+        if logprobs is not None and logprobs.token_ids.size:
+            self._logprobs.append(logprobs)
+        self._filled.set()
+
+    def put_prompt_logprobs(self, logprobs: Logprobs) -> None:
+        self._prompt_logprobs.append(logprobs)
         self._filled.set()
 
     def end(self, outcome: FinishReason | BlockplaneError, num_cached_tokens: int = 0) -> None:
         self._outcome, self.num_cached_tokens = outcome, num_cached_tokens
         self._filled.set()
 
-    async def take(self) -> tuple[list[int], FinishReason | None]:
-        """Wait for something new: the new token ids, and the finish reason once they are the last.
-
-        Raises:
-            BlockplaneError: what ended the request early, once all its tokens are taken.
-        """
-        await self._filled.wait()
-        self._filled.clear()
+    def take(self) -> News:
         token_ids, self._token_ids = self._token_ids, []
-        if isinstance(self._outcome, BlockplaneError):
-            if not token_ids:
-                raise self._outcome
-            self._filled.set()
-            return token_ids, None
-        return token_ids, self._outcome
-
-    async def wait_for_end(self) -> None:
-        while not self.has_ended:
-            self._filled.clear()
-            await self._filled.wait()
+        logprobs, prompt_logprobs = None, None
+        if self._logprobs:
+            logprobs, self._logprobs = join(self._logprobs), []
+        if self._prompt_logprobs:
+            prompt_logprobs, self._prompt_logprobs = join(self._prompt_logprobs), []
+        return News(token_ids, self._outcome, logprobs, prompt_logprobs)
 
 
 class EngineLink:
@@ -85,40 +98,35 @@ class EngineLink:
         self._aborted_request_ids: list[str] = []
         self._has_news = asyncio.Event()
 
-    def open(self, submission: Submission) -> tuple[int, TokenStream]:
-        """Submit a request, under a stream id that the link draws in place of the submission's own.
+    def open(self, submission: Submission, filled: asyncio.Event) -> list[TokenStream]:
+        """Submit a request, under stream ids that the link draws in place of the submission's own.
 
         Returns:
-            The stream's id, to be closed with, and the stream.
+            One stream for each sample, to be closed when the call is over. All of them set `filled`.
 
         Raises:
             UnavailableError: there is no engine to send it to.
         """
         if not self._attached:
             raise UnavailableError("the frontend is not attached to the engine; retry once health is SERVING.")
-        stream_id, stream = self._next_stream_id, TokenStream()
-        self._next_stream_id += 1
-        self._streams[stream_id] = stream
-        self._submissions.append(replace(submission, stream_id=stream_id))
+        first_id = self._next_stream_id
+        self._next_stream_id += submission.num_samples
+        streams = [TokenStream(stream_id, filled) for stream_id in range(first_id, self._next_stream_id)]
+        self._streams.update((stream.stream_id, stream) for stream in streams)
+        self._submissions.append(replace(submission, stream_id=first_id))
         self._has_news.set()
-        return stream_id, stream
+        return streams
 
-    async def stop(self, stream_id: int) -> None:
-        """End a request whose client has all that it wants, and wait until the engine says what the end tells."""
-        stream = self._streams[stream_id]
+    def stop(self, stream: TokenStream) -> None:
+        """End a sample whose client has all that it wants; the engine then tells its end on the stream."""
         if not stream.has_ended:
-            self._abort_stream(stream_id)
-            await stream.wait_for_end()
+            self._aborted_stream_ids.append(stream.stream_id)
+            self._has_news.set()
 
-    def close(self, stream_id: int) -> None:
-        """The call is over; if the request is not, it is aborted."""
-        stream = self._streams.pop(stream_id, None)
-        if stream is not None and not stream.has_ended:
-            self._abort_stream(stream_id)
-
-    def _abort_stream(self, stream_id: int) -> None:
-        self._aborted_stream_ids.append(stream_id)
-        self._has_news.set()
+    def close(self, stream: TokenStream) -> None:
+        """The call is over; if the sample is not, it is aborted."""
+        if self._streams.pop(stream.stream_id, None) is not None:
+            self.stop(stream)
 
     def abort(self, request_ids: list[str]) -> None:
         """Ask for the end of requests, whichever frontend they came through."""
@@ -167,12 +175,17 @@ class EngineLink:
     def _deliver(self, delivery: Delivery) -> None:
         token_ids = delivery.token_ids.tolist()
         start = 0
-        counts = repeat(1) if delivery.num_tokens is None else delivery.num_tokens.tolist()
-        for stream_id, num_tokens in zip(delivery.stream_ids.tolist(), counts, strict=False):
+        stream_ids = delivery.stream_ids.tolist()
+        counts = [1] * len(stream_ids) if delivery.num_tokens is None else delivery.num_tokens.tolist()
+        logprobs = repeat(None) if delivery.logprobs is None else delivery.logprobs.split(counts)
+        for stream_id, num_tokens, of_tokens in zip(stream_ids, counts, logprobs, strict=False):
             stream = self._streams.get(stream_id)
             if stream is not None:
-                stream.put(token_ids[start : start + num_tokens])
+                stream.put(token_ids[start : start + num_tokens], of_tokens)
             start += num_tokens
+        for told in delivery.prompt_logprobs:
+            if (stream := self._streams.get(told.stream_id)) is not None:
+                stream.put_prompt_logprobs(told.logprobs)
         for ending in delivery.endings:
             if (stream := self._streams.get(ending.stream_id)) is not None:
                 stream.end(ending.outcome, ending.num_cached_tokens)

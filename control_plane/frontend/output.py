@@ -21,6 +21,8 @@ class Output:
 
     def push(self, token_ids: list[int]) -> tuple[list[int], str]:
         """The ids and the text that can be sent now that these tokens came; tokens behind a stop text do not count."""
+        if self.has_stopped:
+            return [], ""
         text = ""
         for num_tokens, token_id in enumerate(token_ids, 1):
             text += self._stop_texts.push(self._continuation.push([token_id]))

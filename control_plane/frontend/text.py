@@ -11,6 +11,8 @@ from blockplane.protos.model import ModelInfo
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_BREAK = "\n"
+"""Behind it a word is spelled as anywhere inside a text."""
 _MAX_OPEN_TOKENS = 3
 """A character is at most four bytes of UTF-8, so one that is not finished is at most three tokens."""
 
@@ -27,12 +29,29 @@ class Text:
     def __init__(self, model: ModelInfo) -> None:
         self._tokenizer = Tokenizer.from_buffer(zlib.decompress(model.tokenizer_json_zlib))
         self._prefix = [] if model.bos_token_id is None else [model.bos_token_id]
+        self._break = self._tokenizer.encode(_BREAK, add_special_tokens=False).ids
         self._lead = self._tokenizer.encode("a", add_special_tokens=False).ids
         self._lead_len = len(self.decode(self._lead))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, behind the model's BOS token where it wants one."""
         return self._prefix + self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def spellings(self, word: str) -> list[list[int]]:
+        """The token sequences with which a word may come inside a text: behind no space and behind one.
+
+        One that ends with the other is left out, since it cannot come where that does not.
+        """
+        bare = word.lstrip(" ") or word
+        apart, spaced = self._encode_on(bare), self._encode_on(" " + bare)
+        return [apart] if spaced[-len(apart) :] == apart else [apart, spaced]
+
+    def _encode_on(self, text: str) -> list[int]:
+        """Token ids of text that goes on; some tokenizers put a space before text that begins."""
+        token_ids = self._tokenizer.encode(_BREAK + text, add_special_tokens=False).ids
+        if token_ids[: len(self._break)] == self._break:
+            return token_ids[len(self._break) :]
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a whole sequence, special tokens left out."""

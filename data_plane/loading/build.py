@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from blockplane.data_plane.loading.checkpoint import Checkpoint
+from blockplane.data_plane.loading.kv_scales import KVScales
 from blockplane.data_plane.models.transformer import Transformer
 from blockplane.data_plane.models.weights import DecoderWeights
 from blockplane.protos.errors import ConfigurationError, ModelError
@@ -18,29 +19,33 @@ _STORED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PROGRESS_STEPS = 10
 
 
-def load_model(checkpoint: Checkpoint, dtype: str, max_model_len: int | None = None) -> Transformer:
+def load_model(
+    checkpoint: Checkpoint, dtype: str, max_model_len: int | None = None, kv_cache_dtype: str | None = None
+) -> Transformer:
     """Fill a decoder from a checkpoint, whose tensors this uses up; progress and a final line go to the log.
 
     Args:
         dtype: "bfloat16" or "float32", of the weights and of the computation.
         max_model_len: tokens that a sequence may hold; None = all that the model was made for.
+        kv_cache_dtype: "float8_e4m3fn", scaled as the checkpoint says, or by 1 with a warning; None = `dtype`, for
+            which the checkpoint's scales mean nothing.
 
     Raises:
-        ModelError: a tensor is missing, unexpected or misshapen; the message names it.
+        ModelError: a tensor is missing, unexpected, misshapen or no scale; the message names it.
         ConfigurationError: the dtype is neither.
     """
     if dtype not in _DTYPES:
         raise ConfigurationError(f"dtype is {dtype}; set it to one of {', '.join(_DTYPES)}.")
     started = time.perf_counter()
     weights = DecoderWeights(checkpoint.config, _DTYPES[dtype])
-    awaited = dict(weights.named_tensors())
+    awaited, kv_scales = dict(weights.named_tensors()), KVScales(weights.layers)
     progress = _Progress(checkpoint.name, sum(tensor.nbytes for tensor in awaited.values()))
     for name, tensor in checkpoint.tensors:
         if name in awaited:
             target = awaited.pop(name)
             _copy(name, tensor, target)
             progress.add(target.nbytes)
-        elif not _is_redundant(name, checkpoint):
+        elif not kv_scales.take(name, tensor) and not _is_redundant(name, checkpoint):
             raise ModelError(
                 f"The checkpoint holds the tensor {name}, which its config does not account for; "
                 "choose a model of the same architecture."
@@ -48,7 +53,9 @@ def load_model(checkpoint: Checkpoint, dtype: str, max_model_len: int | None = N
     if awaited:
         others = f" and {len(awaited) - 1} more" if len(awaited) > 1 else ""
         raise ModelError(f"The checkpoint lacks the tensor {next(iter(awaited))}{others}; fetch its files again.")
-    model = Transformer(checkpoint.config, weights, max_model_len)
+    if kv_cache_dtype is not None:
+        _warn_of_missing_scales(checkpoint.name, len(weights.layers), kv_scales.num_layers)
+    model = Transformer(checkpoint.config, weights, max_model_len, kv_cache_dtype)
     seconds = time.perf_counter() - started
     _logger.info("loaded %s: %d bytes as %s in %.1f s", checkpoint.name, progress.total, dtype, seconds)
     return model
@@ -76,6 +83,17 @@ def _copy(name: str, tensor: Tensor, target: Tensor) -> None:
     if tensor.dtype not in _STORED_DTYPES:
         raise ModelError(f"Tensor {name} is stored as {tensor.dtype}; choose a checkpoint in bfloat16 or float32.")
     target.copy_(tensor)
+
+
+def _warn_of_missing_scales(name: str, num_layers: int, num_scaled: int) -> None:
+    if num_scaled < num_layers:
+        _logger.warning(
+            "%s has FP8 scales for the KV of %d of its %d layers; the others are scaled by 1, which rounds coarsely"
+            " below 2^-6 and cuts off beyond 448",
+            name,
+            num_scaled,
+            num_layers,
+        )
 
 
 def _is_redundant(name: str, checkpoint: Checkpoint) -> bool:

@@ -64,7 +64,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     stated = {key: value for key, value in config.items() if value is not None}
     settings = _Settings({**_DEFAULTS, **family.defaults, **stated})
     for key in _UNSUPPORTED:
-        if settings.get(key):
+        if settings.get(key) and not (key == "quantization_config" and _rounds_kv_alone(settings[key])):
             raise ModelError(f"The model's config sets {key}, which Blockplane does not support; choose another model.")
     hidden_size, num_heads = settings["hidden_size"], settings["num_attention_heads"]
     head_dim = settings.get("head_dim", hidden_size // num_heads)
@@ -94,6 +94,14 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         eos_token_ids=(eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id),
         dtype=settings.get("dtype", settings.get("torch_dtype", "float32")),
     )
+
+
+def _rounds_kv_alone(quantization: Mapping[str, Any]) -> bool:
+    """Whether the weights are whole and all else is scales for FP8 KV (compressed-tensors' `kv_cache_scheme`)."""
+    if quantization.get("quant_method") != "compressed-tensors" or quantization.get("config_groups"):
+        return False
+    scheme = quantization.get("kv_cache_scheme") or {}
+    return (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
 
 
 class _Settings(dict[str, Any]):

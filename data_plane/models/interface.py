@@ -12,6 +12,8 @@ class Model(Protocol):
 
     vocab_size: int
     dtype: str
+    kv_cache_dtype: str
+    """Of what the layers keep in their caches: `dtype`, or "float8_e4m3fn"."""
     attentions: tuple[Attention, ...]
     """One per layer, in layer order; the runner binds their KV caches."""
 

@@ -51,14 +51,18 @@ _SELECT = 32.0
 class SyntheticModel:
     """The model that the runner drives; its dtype, float32 or bfloat16, is that of queries and attention outputs.
 
+    Its keys and values are signs and zeros, so that its FP8 scales are 1.
     Hidden states are int64 [num_tokens, 2]: the last state, exact by its type, and the token that it stands on.
     """
 
     vocab_size = arithmetic.VOCAB_SIZE
 
-    def __init__(self, dtype: str, device: str = "cpu", step_seconds: float = 0.0) -> None:
-        """`step_seconds` is slept in every forward, to stand for a model of that cost."""
+    def __init__(
+        self, dtype: str, device: str = "cpu", step_seconds: float = 0.0, *, kv_cache_dtype: str | None = None
+    ) -> None:
+        """`step_seconds` is slept in every forward, for a model of that cost. `kv_cache_dtype`: None = `dtype`."""
         self.dtype = dtype
+        self.kv_cache_dtype = kv_cache_dtype or dtype
         self.attentions = tuple(
             Attention(
                 AttentionSpec(

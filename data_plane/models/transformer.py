@@ -14,11 +14,21 @@ from blockplane.data_plane.models.weights import DecoderWeights, LayerWeights
 class Transformer:
     """A decoder over filled weights; see `Model` for what the runner asks of it."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, max_model_len: int | None = None) -> None:
-        """Prepare for positions below `max_model_len`, by default all that the model was made for."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        max_model_len: int | None = None,
+        kv_cache_dtype: str | None = None,
+    ) -> None:
+        """Prepare for positions below `max_model_len`, by default all that the model was made for.
+
+        `kv_cache_dtype` None = that of the weights.
+        """
         self.config = config
         self.vocab_size = config.vocab_size
         self.dtype = str(weights.embeddings.dtype).removeprefix("torch.")
+        self.kv_cache_dtype = kv_cache_dtype or self.dtype
         self._embeddings = fastest_linear(weights.embeddings)
         self._output = self._embeddings if config.tied_embeddings else fastest_linear(weights.output)
         # Rounded to the model's dtype, as the checkpoint's makers trained it.
@@ -67,6 +77,8 @@ class DecoderLayer:
                 scale=config.query_scale,
                 sliding_window=layer.sliding_window,
                 soft_cap=config.attention_soft_cap,
+                k_scale=weights.k_scale,
+                v_scale=weights.v_scale,
             )
         )
         self._qkv = fastest_linear(weights.qkv, weights.qkv_bias)

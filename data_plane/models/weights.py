@@ -14,7 +14,8 @@ class LayerWeights:
     """One decoder layer's parameters, allocated and not yet filled.
 
     Projections that read the same input are one matrix (`qkv`, `gate_up`), so that a token costs fewer and longer
-    products. Norms are float32: they are small, and Gemma multiplies by them in float32.
+    products. Norms are float32: they are small, and Gemma multiplies by them in float32. `k_scale` and `v_scale`, of an
+    FP8 KV cache, are 1 until a checkpoint has others.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -31,6 +32,7 @@ class LayerWeights:
         self.attention_norm, self.mlp_norm = torch.empty(hidden), torch.empty(hidden)
         self.attention_output_norm = torch.empty(hidden) if config.sandwich_norms else None
         self.mlp_output_norm = torch.empty(hidden) if config.sandwich_norms else None
+        self.k_scale = self.v_scale = 1.0
 
     def named_tensors(self) -> NamedTensors:
         """Every parameter by its Hugging Face name within the layer; parts of a fused one are views of it."""

@@ -596,6 +596,9 @@ class StepResult(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     token_ids: _builtins.bytes
     """The new ids of each decode row, then one for each prefill segment that reached its request's last token; -1 = the
@@ -603,22 +606,67 @@ class StepResult(_message.Message):
     """
     num_tokens: _builtins.bytes
     """How many ids each decode row got; absent = 1 each."""
+    num_draft_tokens: _builtins.int
+    """Drafts that the step computed, accepted or not."""
+    @_builtins.property
+    def logprobs(self) -> Global___Logprobs:
+        """Of token_ids; absent = nobody asks."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___Logprobs:
+        """Of the prompt tokens that follow one which the step computed: those of each prefill segment whose request asks, in
+        the plan's order, end to end; absent = nobody asks.
+        """
+
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         token_ids: _builtins.bytes = ...,
         num_tokens: _builtins.bytes | None = ...,
+        num_draft_tokens: _builtins.int = ...,
+        logprobs: Global___Logprobs | None = ...,
+        prompt_logprobs: Global___Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens", "num_tokens", b"num_tokens", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens", "logprobs", b"logprobs", "num_draft_tokens", b"num_draft_tokens", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_tokens: _TypeAlias = _typing.Literal["num_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_tokens: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_tokens) -> _WhichOneofReturnType__num_tokens | None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
+
+@_typing.final
+class Logprobs(_message.Message):
+    """Log-probabilities of tokens in a row."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_ENTRIES_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    num_entries: _builtins.bytes
+    """Per token, how many entries it has: itself, then the likeliest in order; 0 = nobody asked about it."""
+    token_ids: _builtins.bytes
+    """The ids of all entries, token after token."""
+    logprobs: _builtins.bytes
+    """Little-endian float32, one for each entry: natural logarithms."""
+    def __init__(
+        self,
+        *,
+        num_entries: _builtins.bytes = ...,
+        token_ids: _builtins.bytes = ...,
+        logprobs: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "num_entries", b"num_entries", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Logprobs: _TypeAlias = Logprobs  # noqa: Y015
 
 @_typing.final
 class AttachFrontendRequest(_message.Message):
@@ -714,6 +762,8 @@ class AttachFrontendResponse(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ENDINGS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     stream_ids: _builtins.bytes
     """One entry per stream that got tokens: its id, how many (absent = 1 each), and all their ids end to end."""
     num_tokens: _builtins.bytes
@@ -726,6 +776,14 @@ class AttachFrontendResponse(_message.Message):
     def endings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Ending]:
         """Streams that ended, after the tokens above."""
 
+    @_builtins.property
+    def logprobs(self) -> Global___Logprobs:
+        """Of token_ids; absent = nobody asks."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]:
+        """Of streams' prompts, each in order of its tokens."""
+
     def __init__(
         self,
         *,
@@ -734,16 +792,43 @@ class AttachFrontendResponse(_message.Message):
         num_tokens: _builtins.bytes | None = ...,
         token_ids: _builtins.bytes = ...,
         endings: _abc.Iterable[Global___Ending] | None = ...,
+        logprobs: Global___Logprobs | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens", "num_tokens", b"num_tokens", "serving", b"serving"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "serving", b"serving"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens", "endings", b"endings", "num_tokens", b"num_tokens", "serving", b"serving", "stream_ids", b"stream_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens", "endings", b"endings", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "serving", b"serving", "stream_ids", b"stream_ids", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_tokens: _TypeAlias = _typing.Literal["num_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_tokens: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_tokens) -> _WhichOneofReturnType__num_tokens | None: ...
 
 Global___AttachFrontendResponse: _TypeAlias = AttachFrontendResponse  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """Of the next tokens of a stream's prompt; its first token has none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_ID_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    stream_id: _builtins.int
+    @_builtins.property
+    def logprobs(self) -> Global___Logprobs: ...
+    def __init__(
+        self,
+        *,
+        stream_id: _builtins.int = ...,
+        logprobs: Global___Logprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "stream_id", b"stream_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class ServingState(_message.Message):
@@ -1009,6 +1094,8 @@ class GetStatisticsResponse(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_waiting_tokens: _builtins.int
@@ -1021,6 +1108,9 @@ class GetStatisticsResponse(_message.Message):
     num_cached_tokens: _builtins.int
     num_preemptions: _builtins.int
     """How often a request lost its row to others."""
+    num_draft_tokens: _builtins.int
+    """Tokens that workers guessed, and how many of the guesses were right: each is a token more than a step gives a row."""
+    num_accepted_tokens: _builtins.int
     @_builtins.property
     def num_common_prefix_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Per KV cache group, leading blocks that all running requests share."""
@@ -1037,10 +1127,12 @@ class GetStatisticsResponse(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
         num_preemptions: _builtins.int = ...,
+        num_draft_tokens: _builtins.int = ...,
+        num_accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_cache_usage", b"kv_cache_usage", "num_admitted", b"num_admitted", "num_cached_tokens", b"num_cached_tokens", "num_common_prefix_blocks", b"num_common_prefix_blocks", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_cache_usage", b"kv_cache_usage", "num_accepted_tokens", b"num_accepted_tokens", "num_admitted", b"num_admitted", "num_cached_tokens", b"num_cached_tokens", "num_common_prefix_blocks", b"num_common_prefix_blocks", "num_draft_tokens", b"num_draft_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,8 +57,8 @@ class InferenceServicer:
     """
 
     def Generate(self, request, context):
-        """Streams the continuation of one prompt. A request is validated and admitted before the first message, so a
-        refusal is the call's status; the last message carries the finish reason and the usage.
+        """Streams the continuations of one prompt, one by default. A request is validated and admitted before the first
+        message, so a refusal is the call's status; each sample's last message carries its finish reason and usage.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

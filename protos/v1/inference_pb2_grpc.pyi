@@ -34,8 +34,8 @@ class InferenceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Streams the continuation of one prompt. A request is validated and admitted before the first message, so a
-    refusal is the call's status; the last message carries the finish reason and the usage.
+    """Streams the continuations of one prompt, one by default. A request is validated and admitted before the first
+    message, so a refusal is the call's status; each sample's last message carries its finish reason and usage.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
     """Ends a request by its id, from any connection: the open stream ends CANCELLED. Unknown and ended ids are fine."""
@@ -47,8 +47,8 @@ class InferenceAsyncStub(InferenceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Streams the continuation of one prompt. A request is validated and admitted before the first message, so a
-    refusal is the call's status; the last message carries the finish reason and the usage.
+    """Streams the continuations of one prompt, one by default. A request is validated and admitted before the first
+    message, so a refusal is the call's status; each sample's last message carries its finish reason and usage.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends a request by its id, from any connection: the open stream ends CANCELLED. Unknown and ended ids are fine."""
@@ -63,8 +63,8 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """Streams the continuation of one prompt. A request is validated and admitted before the first message, so a
-        refusal is the call's status; the last message carries the finish reason and the usage.
+        """Streams the continuations of one prompt, one by default. A request is validated and admitted before the first
+        message, so a refusal is the call's status; each sample's last message carries its finish reason and usage.
         """
 
     @_abc_1.abstractmethod

@@ -46,8 +46,9 @@ def test_generate_prints_the_text_and_one_line_end(story_server: FakeServer, cap
 def test_json_lines_hold_the_deltas_and_only_the_last_its_end(story_server: FakeServer, capsys):
     assert generate(story_server, "hi", "--json") == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
-        {"token_ids": [5, 6], "text": "Once"},
+        {"sample_index": 0, "token_ids": [5, 6], "text": "Once"},
         {
+            "sample_index": 0,
             "token_ids": [7],
             "text": " möre",
             "finish_reason": "stop",
@@ -57,16 +58,88 @@ def test_json_lines_hold_the_deltas_and_only_the_last_its_end(story_server: Fake
 
 
 def test_flags_become_sampling_parameters(story_server: FakeServer):
-    generate(story_server, "hi", "--max-tokens", "4", "--temperature", "0", "--seed", "9", "--ignore-eos")
-    params = pb.SamplingParams(max_tokens=4, temperature=0.0, seed=9, ignore_eos=True)
-    assert story_server.inference.requests == [pb.GenerateRequest(text="hi", sampling_params=params)]
+    flags = "--max-tokens 4 --min-tokens 2 --temperature 0 --top-k 7 --top-p 0.95 --min-p 0.1 --seed 9 --ignore-eos"
+    penalties = "--presence-penalty -0.5 --frequency-penalty 0.5 --repetition-penalty 1.2"
+    lists = "--stop-token-ids 5 --logit-bias 7=-1.5 --logit-bias 8=2 --allowed-token-ids 7,8,9"
+    told = "--logprobs 3 --prompt-logprobs 0"
+    generate(story_server, "hi", *f"{flags} {penalties} {lists} {told}".split(), "--bad-word", "a b", "--bad-word=c")
+    params = pb.SamplingParams(
+        max_tokens=4,
+        min_tokens=2,
+        temperature=0.0,
+        top_k=7,
+        top_p=0.95,
+        min_p=0.1,
+        seed=9,
+        ignore_eos=True,
+        presence_penalty=-0.5,
+        frequency_penalty=0.5,
+        repetition_penalty=1.2,
+        stop_token_ids=[5],
+        logit_bias={7: -1.5, 8: 2},
+        allowed_token_ids=pb.TokenIds(ids=[7, 8, 9]),
+        bad_words=["a b", "c"],
+        logprobs=3,
+        prompt_logprobs=0,
+    )
+    assert story_server.inference.requests == [pb.GenerateRequest(text="hi", sampling_params=params, num_samples=1)]
+
+
+@pytest.mark.parametrize(
+    "slip", [("--logit-bias", "5"), ("--logit-bias", "x=1"), ("--allowed-token-ids", "5,"), ("--stop-token-ids", "a")]
+)
+def test_a_slip_in_a_flag_is_told_as_what_it_should_be(story_server: FakeServer, slip: tuple[str, str], capsys):
+    with pytest.raises(SystemExit) as exited:
+        generate(story_server, "hi", *slip)
+    assert exited.value.code == 2
+    assert f"argument {slip[0]}: '{slip[1]}' is no " in capsys.readouterr().err
+
+
+@pytest.fixture
+def samples_server(fake_server: FakeServer) -> FakeServer:
+    usage = pb.Usage(num_prompt_tokens=2, num_output_tokens=3)
+    fake_server.inference.responses = (
+        pb.GenerateResponse(token_ids=[5], text="On", sample_index=1),
+        pb.GenerateResponse(token_ids=[6], text="Then", sample_index=0),
+        pb.GenerateResponse(text="ce", sample_index=1, finish_reason=pb.FINISH_REASON_STOP, usage=usage),
+        pb.GenerateResponse(text=" it.", sample_index=0, finish_reason=pb.FINISH_REASON_LENGTH, usage=usage),
+    )
+    return fake_server
+
+
+def test_several_samples_are_printed_whole_as_they_end(samples_server: FakeServer, capsys):
+    assert generate(samples_server, "hi", "--num-samples", "2") == 0
+    assert capsys.readouterr().out == "--- sample 1, stop\nOnce\n--- sample 0, length\nThen it.\n"
+    assert samples_server.inference.requests[0].num_samples == 2
+
+
+def test_samples_that_have_ended_are_printed_before_a_failure_is(samples_server: FakeServer, capsys):
+    samples_server.inference.failure = (grpc.StatusCode.INTERNAL, "it was not finite; look.")
+    samples_server.inference.responses = samples_server.inference.responses[:3]
+    assert generate(samples_server, "hi", "--num-samples", "2") == 1
+    assert capsys.readouterr() == ("--- sample 1, stop\nOnce\n", "blockplane generate: it was not finite; look.\n")
+
+
+def test_json_lines_of_several_samples_come_as_they_do(samples_server: FakeServer, capsys):
+    assert generate(samples_server, "hi", "--num-samples", "2", "--json") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["sample_index"], line["text"]) for line in lines] == [(1, "On"), (0, "Then"), (1, "ce"), (0, " it.")]
+
+
+def test_json_tells_logprobs(fake_server: FakeServer, capsys):
+    told = pb.TokenLogprobs(token_id=5, logprob=-1.5, top_token_ids=[7], top_logprobs=[-0.5])
+    fake_server.inference.responses = (pb.GenerateResponse(token_ids=[5], logprobs=[told]),)
+    assert generate(fake_server, "hi", "--logprobs", "1", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["logprobs"] == [
+        {"token_id": 5, "logprob": -1.5, "top_token_ids": [7], "top_logprobs": [-0.5]}
+    ]
 
 
 def test_flags_become_what_is_asked_of_the_scheduler(story_server: FakeServer):
     generate(story_server, "hi", "--stop", "END", "--stop=\n", "--priority", "-5", "--skip-prefix-cache")
     params = pb.SamplingParams(stop=["END", "\n"])
     assert story_server.inference.requests == [
-        pb.GenerateRequest(text="hi", sampling_params=params, priority=-5, skip_prefix_cache=True)
+        pb.GenerateRequest(text="hi", sampling_params=params, num_samples=1, priority=-5, skip_prefix_cache=True)
     ]
 
 
@@ -79,7 +152,9 @@ def test_a_timeout_that_passes_is_one_sentence_and_exit_1(fake_server: FakeServe
 
 def test_flags_not_given_leave_the_choice_to_the_model(story_server: FakeServer):
     generate(story_server, "hi")
-    assert story_server.inference.requests == [pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams())]
+    assert story_server.inference.requests == [
+        pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(), num_samples=1)
+    ]
 
 
 def test_a_dash_reads_the_prompt_from_standard_input_unchanged(story_server: FakeServer, monkeypatch):

@@ -7,7 +7,8 @@ import grpc
 import pytest
 from fake_inference import WAIT_SECONDS, FakeServer
 
-from blockplane.client.client import Client, Delta, ServedModel, Usage
+from blockplane.client.client import Client
+from blockplane.client.values import Delta, ServedModel, TokenLogprobs, Usage
 from blockplane.protos.errors import (
     AbortedError,
     BlockplaneError,
@@ -70,7 +71,26 @@ def test_a_finish_reason_of_a_newer_server_is_a_protocol_error(fake_server: Fake
 def test_what_is_not_given_is_absent_on_the_wire(fake_server: FakeServer):
     with Client(fake_server.address) as client:
         list(client.generate("hi"))
-    assert fake_server.inference.requests == [pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams())]
+    assert fake_server.inference.requests == [
+        pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(), num_samples=1)
+    ]
+
+
+SCALARS = {
+    "max_tokens": 9,
+    "min_tokens": 0,
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 0.95,
+    "min_p": 0.0,
+    "seed": 0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": -0.1,
+    "repetition_penalty": 1.3,
+    "ignore_eos": True,
+    "logprobs": 0,
+    "prompt_logprobs": 0,
+}
 
 
 def test_every_argument_reaches_the_server(fake_server: FakeServer):
@@ -78,12 +98,14 @@ def test_every_argument_reaches_the_server(fake_server: FakeServer):
         list(
             client.generate(
                 [3, 1, 4],
-                max_tokens=9,
-                temperature=0.0,
-                seed=0,
+                **SCALARS,
+                num_samples=4,
+                logit_bias={0: 0.1, 7: -100},
+                allowed_token_ids=(0, 8),
+                bad_words=("x", "y"),
+                bad_word_token_ids=((1, 2), (3,)),
                 stop=("END", "\n\n"),
                 stop_token_ids=(5, 6),
-                ignore_eos=True,
                 request_id="mine",
                 priority=-7,
                 cache_salt="s",
@@ -91,18 +113,63 @@ def test_every_argument_reaches_the_server(fake_server: FakeServer):
             )
         )
     params = pb.SamplingParams(
-        max_tokens=9, temperature=0.0, seed=0, stop=["END", "\n\n"], stop_token_ids=[5, 6], ignore_eos=True
+        **SCALARS,
+        logit_bias={0: 0.1, 7: -100},
+        allowed_token_ids=pb.TokenIds(ids=[0, 8]),
+        bad_words=["x", "y"],
+        bad_word_token_ids=[pb.TokenIds(ids=[1, 2]), pb.TokenIds(ids=[3])],
+        stop=["END", "\n\n"],
+        stop_token_ids=[5, 6],
     )
+    assert {field.name for field, _ in params.ListFields()} == {*pb.SamplingParams.DESCRIPTOR.fields_by_name}
     assert fake_server.inference.requests == [
         pb.GenerateRequest(
             request_id="mine",
             token_ids=pb.TokenIds(ids=[3, 1, 4]),
             sampling_params=params,
+            num_samples=4,
             priority=-7,
             cache_salt="s",
             skip_prefix_cache=True,
         )
     ]
+
+
+def test_no_allowed_id_is_not_all_of_them(fake_server: FakeServer):
+    with Client(fake_server.address) as client:
+        list(client.generate("hi", allowed_token_ids=[]))
+    assert fake_server.inference.requests[0].sampling_params.HasField("allowed_token_ids")
+
+
+def test_one_bad_word_is_one_text_not_its_letters(fake_server: FakeServer):
+    with Client(fake_server.address) as client:
+        list(client.generate("hi", bad_words="bad"))
+    assert fake_server.inference.requests[0].sampling_params.bad_words == ["bad"]
+
+
+def test_deltas_of_several_samples_say_whose_they_are(fake_server: FakeServer):
+    fake_server.inference.responses = (
+        pb.GenerateResponse(token_ids=[5], text="a", sample_index=1),
+        last_response(token_ids=[6], text="b"),
+        last_response(token_ids=[7], text="c", sample_index=1),
+    )
+    with Client(fake_server.address) as client:
+        deltas = [(delta.sample_index, delta.text, delta.finish_reason) for delta in client.generate("hi")]
+    assert deltas == [(1, "a", None), (0, "b", "length"), (1, "c", "length")]
+
+
+def test_logprobs_are_told_for_each_token_and_for_the_prompts(fake_server: FakeServer):
+    fake_server.inference.responses = (
+        pb.GenerateResponse(prompt_logprobs=[pb.TokenLogprobs(token_id=4, logprob=-2)]),
+        last_response(
+            token_ids=[5],
+            logprobs=[pb.TokenLogprobs(token_id=5, logprob=-1.5, top_token_ids=[7, 5], top_logprobs=[-0.5, -1.5])],
+        ),
+    )
+    with Client(fake_server.address) as client:
+        first, last = client.generate("hi")
+    assert (first.prompt_logprobs, first.logprobs) == ((TokenLogprobs(4, -2.0, (), ()),), None)
+    assert (last.prompt_logprobs, last.logprobs) == (None, (TokenLogprobs(5, -1.5, (7, 5), (-0.5, -1.5)),))
 
 
 def test_one_stop_text_is_one_text_not_its_letters(fake_server: FakeServer):
@@ -200,6 +267,9 @@ def test_closing_the_client_cancels_its_requests(fake_server: FakeServer):
         {"prompt": "hi", "max_tokens": -1},
         {"prompt": "hi", "max_tokens": 2**32},
         {"prompt": "hi", "seed": -1},
+        {"prompt": "hi", "num_samples": -1},
+        {"prompt": "hi", "top_k": -1},
+        {"prompt": "hi", "logit_bias": {2**63: 1.0}},
         {"prompt": [2**63]},
         {"prompt": "lone \udc80 surrogate"},
     ],

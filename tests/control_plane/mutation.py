@@ -57,6 +57,7 @@ TESTS = tuple(
         "aborts",
         "prefix_sharing",
         "drafts",
+        "told",
         "scheduler_walk",
     )
 )

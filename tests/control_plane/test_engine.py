@@ -108,7 +108,7 @@ async def test_what_no_worker_could_compute_is_refused_and_the_rest_of_the_batch
         for stream_id, prompt in prompts.items()
     ]
     stops = [SamplingParams(1, stop_token_ids=(5, stop_id)) for stop_id in (100, -1, 2**31 - 1)]
-    others = [SamplingParams(1, top_p=0.0), SamplingParams(1, logit_bias=((100, 1.0),)), SamplingParams(1, logprobs=1)]
+    others = [SamplingParams(1, top_p=0.0), SamplingParams(1, logit_bias=((100, 1.0),)), SamplingParams(1, logprobs=21)]
     for stream_id, params in enumerate((*stops, *others), start=6):
         submissions.append(Submission(stream_id, str(stream_id), np.array([1], np.int32), params))
     frontend.send(submissions=tuple(submissions))

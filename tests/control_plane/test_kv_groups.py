@@ -101,6 +101,13 @@ def test_unequal_bytes_over_several_kinds_are_refused_naming_two_layers_and_thei
         lay_out([replace(WINDOW, name="1"), replace(FULL, name="2", num_kv_heads=2)])
 
 
+def test_fp8_takes_a_byte_a_number() -> None:
+    layers = [replace(layer, dtype="float8_e4m3fn") for layer in (FULL, WINDOW, WINDOW)]
+    layout = lay_out(named(layers))
+    assert [tensor.bytes_per_token for tensor in layout.tensors] == [2 * 1 * 256]
+    assert {group.dtype for group in layout.groups} == {"float8_e4m3fn"}
+
+
 def test_equal_bytes_in_another_shape_are_refused_within_a_group_and_taken_across_groups() -> None:
     other = {"num_kv_heads": 2, "head_dim": 128}
     layout = lay_out(named([FULL, replace(WINDOW, **other)]))

@@ -144,6 +144,7 @@ def test_the_worker_is_told_the_settings_as_they_are() -> None:
     assert (configure.block_size, configure.max_model_len) == (16, 1000)
     assert (configure.num_batched_tokens_buckets, configure.num_seqs_buckets) == ((128, 256), (1, 4))
     assert (configure.kv_segment_size, configure.prefill_multiple_of, configure.num_draft_tokens) == (1024, 1, 0)
+    assert plan(replace(CONFIG, num_draft_tokens=3), 100 * BLOCK_BYTES, model_max_len=1000).num_draft_tokens == 3
 
 
 def test_without_segmented_prefill_the_segment_size_is_0_and_no_rule_for_it_applies() -> None:

@@ -5,119 +5,55 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from scripted_engine import SECONDS, Linked
-from small_tokenizers import byte_level
+from client_service import (
+    PROMPT,
+    VOCAB_SIZE,
+    Play,
+    Service,
+    failure_of,
+    ids_of,
+    next_response,
+    play_in,
+    stopping_at,
+)
+from scripted_engine import SECONDS
 
 from blockplane.client.client import Client
-from blockplane.control_plane.frontend.service import InferenceService
-from blockplane.control_plane.frontend.text import Text
-from blockplane.protos.delivery import Ending, FrontendBatch, Submission
+from blockplane.protos.delivery import Ending, FrontendBatch
 from blockplane.protos.errors import AbortedError, CapacityError, DeadlineError
 from blockplane.v1 import inference_pb2 as pb
-from blockplane.v1.inference_pb2_grpc import InferenceStub, add_InferenceServicer_to_server
-
-SMALL = byte_level()
-MODEL = SMALL.model()
-TEXT = Text(MODEL)
-VOCAB_SIZE = MODEL.vocab_size
-PROMPT = pb.TokenIds(ids=[1, 2, 3])
-
-GenerateCall = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
-
-
-class Service(Linked):
-    """The service on its own socket, linked to the scripted engine, and a stub that calls it."""
-
-    async def start(self, folder: Path) -> None:
-        await self.listen()
-        self.client_address = f"unix:{folder}/frontend.sock"
-        service = InferenceService(self.link)
-        service.serve_model((MODEL, TEXT))
-        self.frontend = grpc.aio.server()
-        add_InferenceServicer_to_server(service, self.frontend)
-        self.frontend.add_insecure_port(self.client_address)
-        await self.frontend.start()
-        self.channel = grpc.aio.insecure_channel(self.client_address)
-        self.stub = InferenceStub(self.channel)
-        await self.attach()
-
-    async def stop(self) -> None:
-        await self.channel.close()
-        await self.frontend.stop(0)
-        await super().stop()
-
-    async def submit(self, timeout: float | None = None, **fields: Any) -> tuple[GenerateCall, Submission]:
-        """A call that has reached the engine, and as what."""
-        call = self.stub.Generate(pb.GenerateRequest(token_ids=PROMPT, **fields), timeout=timeout)
-        (submission,) = (await self.engine.next_batch()).submissions
-        return call, submission
-
-    def deliver_text(self, stream_id: int, text: str, *endings: Ending) -> None:
-        """The text as one token a byte."""
-        self.deliver({stream_id: ids_of(text)}, *endings)
-
-
-Scenario = Callable[[Service], Awaitable[None]]
+from blockplane.v1.inference_pb2_grpc import InferenceStub
 
 
 @pytest.fixture
-def play(tmp_path: Path) -> Callable[[Scenario], None]:
-    async def main(scenario: Scenario) -> None:
-        service = Service(tmp_path)
-        await service.start(tmp_path)
-        try:
-            await scenario(service)
-        finally:
-            await service.stop()
-
-    return lambda scenario: asyncio.run(main(scenario))
-
-
-def ids_of(text: str) -> list[int]:
-    return SMALL.ids(*(bytes([byte]) for byte in text.encode()))
-
-
-def stopping_at(*stop_texts: str) -> pb.SamplingParams:
-    return pb.SamplingParams(stop=stop_texts)
-
-
-async def next_response(call: GenerateCall) -> pb.GenerateResponse:
-    response = await asyncio.wait_for(call.read(), SECONDS)
-    assert isinstance(response, pb.GenerateResponse), "the call has not ended"
-    return response
-
-
-async def failure_of(call: GenerateCall) -> grpc.aio.AioRpcError:
-    async def read_all(responses: AsyncIterator[pb.GenerateResponse]) -> None:
-        async for _ in responses:
-            pass
-
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await asyncio.wait_for(read_all(call.__aiter__()), SECONDS)
-    return caught.value
+def play(tmp_path: Path) -> Play:
+    return partial(play_in, tmp_path)
 
 
 # -- stop texts --------------------------------------------------------------------------------------------------------
 
 
-def test_a_stop_text_ends_the_stream_and_the_engines_request(play: Callable[[Scenario], None]) -> None:
+def test_a_stop_text_ends_the_stream_and_the_engines_request(play: Play) -> None:
     async def scenario(service: Service) -> None:
         call, submission = await service.submit(sampling_params=stopping_at("b,c"))
         service.deliver_text(submission.stream_id, "ab")
         response = await next_response(call)
         assert (list(response.token_ids), response.text) == (ids_of("ab"), "a")
         service.deliver_text(submission.stream_id, ",cde")
+        assert await next_response(call) == pb.GenerateResponse(
+            request_id=submission.request_id, token_ids=ids_of(",c")
+        )
         assert await service.engine.next_batch() == FrontendBatch(aborted_stream_ids=(submission.stream_id,))
-        service.deliver_text(submission.stream_id, "f", Ending(submission.stream_id, AbortedError("left."), 2))
+        service.deliver_text(submission.stream_id, "f")
+        service.deliver_text(submission.stream_id, "g", Ending(submission.stream_id, AbortedError("left."), 2))
         assert await next_response(call) == pb.GenerateResponse(
             request_id=submission.request_id,
-            token_ids=ids_of(",c"),
             finish_reason=pb.FINISH_REASON_STOP,
             usage=pb.Usage(num_prompt_tokens=3, num_output_tokens=4, num_cached_tokens=2),
         )
@@ -127,7 +63,7 @@ def test_a_stop_text_ends_the_stream_and_the_engines_request(play: Callable[[Sce
     play(scenario)
 
 
-def test_nothing_of_a_stop_text_that_comes_letter_by_letter_is_sent(play: Callable[[Scenario], None]) -> None:
+def test_nothing_of_a_stop_text_that_comes_letter_by_letter_is_sent(play: Play) -> None:
     async def scenario(service: Service) -> None:
         call, submission = await service.submit(sampling_params=stopping_at("DEFGHIJ"))
         stream_id, texts = submission.stream_id, []
@@ -136,7 +72,7 @@ def test_nothing_of_a_stop_text_that_comes_letter_by_letter_is_sent(play: Callab
             texts.append((await next_response(call)).text)
         assert texts == ["A", "B", "C", *[""] * 6]
         service.deliver_text(stream_id, "J")
-        await service.engine.next_batch()
+        assert (await next_response(call)).text == ""
         service.deliver_text(stream_id, "", Ending(stream_id, AbortedError("left.")))
         last = await next_response(call)
         assert (last.text, last.finish_reason) == ("", pb.FINISH_REASON_STOP)
@@ -145,7 +81,7 @@ def test_nothing_of_a_stop_text_that_comes_letter_by_letter_is_sent(play: Callab
     play(scenario)
 
 
-def test_a_near_miss_is_sent_whole(play: Callable[[Scenario], None]) -> None:
+def test_a_near_miss_is_sent_whole(play: Play) -> None:
     async def scenario(service: Service) -> None:
         call, submission = await service.submit(sampling_params=stopping_at("DEFGHIJ"))
         service.deliver_text(submission.stream_id, "ABCDEFGHI")
@@ -156,7 +92,7 @@ def test_a_near_miss_is_sent_whole(play: Callable[[Scenario], None]) -> None:
     play(scenario)
 
 
-def test_text_that_is_held_when_the_request_ends_by_itself_is_sent(play: Callable[[Scenario], None]) -> None:
+def test_text_that_is_held_when_the_request_ends_by_itself_is_sent(play: Play) -> None:
     async def scenario(service: Service) -> None:
         call, submission = await service.submit(sampling_params=stopping_at("DEFGHIJ"))
         service.deliver_text(submission.stream_id, "ABCDEF", Ending(submission.stream_id, "length"))
@@ -166,7 +102,7 @@ def test_text_that_is_held_when_the_request_ends_by_itself_is_sent(play: Callabl
     play(scenario)
 
 
-def test_a_stop_text_counts_before_a_limit_that_the_same_token_reaches(play: Callable[[Scenario], None]) -> None:
+def test_a_stop_text_counts_before_a_limit_that_the_same_token_reaches(play: Play) -> None:
     async def scenario(service: Service) -> None:
         call, submission = await service.submit(sampling_params=stopping_at("c"))
         service.deliver_text(submission.stream_id, "abc", Ending(submission.stream_id, "length", 1))
@@ -182,7 +118,7 @@ def test_a_stop_text_counts_before_a_limit_that_the_same_token_reaches(play: Cal
 # -- what the engine is asked ------------------------------------------------------------------------------------------
 
 
-def test_the_calls_deadline_is_the_requests(play: Callable[[Scenario], None]) -> None:
+def test_the_calls_deadline_is_the_requests(play: Play) -> None:
     async def scenario(service: Service) -> None:
         _, submission = await service.submit(timeout=100)
         assert submission.timeout_seconds is not None
@@ -193,9 +129,7 @@ def test_the_calls_deadline_is_the_requests(play: Callable[[Scenario], None]) ->
 
 
 @pytest.mark.parametrize("timeout", [None, 50_000_000.0], ids=["none", "beyond a year"])
-def test_a_call_without_a_deadline_has_none_at_the_engine(
-    play: Callable[[Scenario], None], timeout: float | None
-) -> None:
+def test_a_call_without_a_deadline_has_none_at_the_engine(play: Play, timeout: float | None) -> None:
     async def scenario(service: Service) -> None:
         _, submission = await service.submit(timeout=timeout)
         assert submission.timeout_seconds is None
@@ -203,7 +137,7 @@ def test_a_call_without_a_deadline_has_none_at_the_engine(
     play(scenario)
 
 
-def test_an_overdue_request_ends_with_the_engines_sentence(play: Callable[[Scenario], None]) -> None:
+def test_an_overdue_request_ends_with_the_engines_sentence(play: Play) -> None:
     async def scenario(service: Service) -> None:
         call, submission = await service.submit(timeout=100)
         service.deliver({}, Ending(submission.stream_id, DeadlineError("it was late; allow more.")))
@@ -213,7 +147,7 @@ def test_an_overdue_request_ends_with_the_engines_sentence(play: Callable[[Scena
     play(scenario)
 
 
-def test_a_deadline_that_passes_aborts_the_engines_request(play: Callable[[Scenario], None]) -> None:
+def test_a_deadline_that_passes_aborts_the_engines_request(play: Play) -> None:
     async def scenario(service: Service) -> None:
         call, submission = await service.submit(timeout=0.2)
         assert await service.engine.next_batch() == FrontendBatch(aborted_stream_ids=(submission.stream_id,))
@@ -223,9 +157,7 @@ def test_a_deadline_that_passes_aborts_the_engines_request(play: Callable[[Scena
 
 
 @pytest.mark.parametrize("priority", [-1000, 0, 1000])
-def test_priority_salt_and_opting_out_of_the_prefix_cache_reach_the_engine(
-    play: Callable[[Scenario], None], priority: int
-) -> None:
+def test_priority_salt_and_opting_out_of_the_prefix_cache_reach_the_engine(play: Play, priority: int) -> None:
     async def scenario(service: Service) -> None:
         _, submission = await service.submit(
             request_id="mine", priority=priority, cache_salt="s", skip_prefix_cache=True
@@ -250,22 +182,31 @@ def test_priority_salt_and_opting_out_of_the_prefix_cache_reach_the_engine(
         ({"token_ids": pb.TokenIds(ids=[-1])}, "prompt holds -1;"),
         ({"token_ids": pb.TokenIds(ids=[VOCAB_SIZE])}, f"prompt holds {VOCAB_SIZE};"),
         ({"token_ids": pb.TokenIds(ids=[2**63 - 1])}, "prompt holds 9223372036854775807;"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids holds -1;"),
-        ({"stop_token_ids": [VOCAB_SIZE]}, f"stop_token_ids holds {VOCAB_SIZE};"),
-        ({"stop_token_ids": [2**63 - 1]}, "stop_token_ids holds 9223372036854775807;"),
+        *(
+            ({field: value_of(token_id)}, f"{field} holds {token_id};")
+            for field, value_of in (
+                ("stop_token_ids", lambda token_id: [token_id]),
+                ("logit_bias", lambda token_id: {5: 1, token_id: 1}),
+                ("allowed_token_ids", lambda token_id: pb.TokenIds(ids=[5, token_id])),
+                ("bad_word_token_ids", lambda token_id: [pb.TokenIds(ids=[5, token_id])]),
+            )
+            for token_id in (-1, VOCAB_SIZE, 2**63 - 1)
+        ),
         ({"stop": [""]}, "stop holds an empty text;"),
         ({"stop": ["x"] * 17}, "stop holds 17 texts;"),
         ({"stop": ["x" * 257]}, "stop holds a text of 257 characters;"),
         ({"token_ids": PROMPT, "priority": 1001}, "priority is 1001;"),
         ({"token_ids": PROMPT, "priority": -(2**31)}, "priority is -2147483648;"),
+        ({"token_ids": PROMPT, "num_samples": 65}, "num_samples is 65;"),
+        ({"token_ids": PROMPT, "num_samples": 2**32 - 1}, "num_samples is 4294967295;"),
     ],
 )
 def test_a_senseless_request_is_refused_by_its_field_and_disturbs_nobody(
-    play: Callable[[Scenario], None], fields: dict[str, Any], sentence: str
+    play: Play, fields: dict[str, Any], sentence: str
 ) -> None:
     async def scenario(service: Service) -> None:
         mate, submission = await service.submit()
-        if fields.keys() & {"stop", "stop_token_ids"}:
+        if fields.keys() & pb.SamplingParams.DESCRIPTOR.fields_by_name.keys():
             request = pb.GenerateRequest(token_ids=PROMPT, sampling_params=pb.SamplingParams(**fields))
         else:
             request = pb.GenerateRequest(**fields)
@@ -280,7 +221,7 @@ def test_a_senseless_request_is_refused_by_its_field_and_disturbs_nobody(
     play(scenario)
 
 
-def test_a_refusal_for_want_of_room_tells_when_to_call_again(play: Callable[[Scenario], None]) -> None:
+def test_a_refusal_for_want_of_room_tells_when_to_call_again(play: Play) -> None:
     async def scenario(service: Service) -> None:
         call, submission = await service.submit()
         service.deliver({}, Ending(submission.stream_id, CapacityError("it is full; retry.", 1.2501)))
@@ -291,7 +232,7 @@ def test_a_refusal_for_want_of_room_tells_when_to_call_again(play: Callable[[Sce
     play(scenario)
 
 
-def test_a_refusal_that_waiting_does_not_help_tells_no_time(play: Callable[[Scenario], None]) -> None:
+def test_a_refusal_that_waiting_does_not_help_tells_no_time(play: Play) -> None:
     async def scenario(service: Service) -> None:
         call, submission = await service.submit()
         service.deliver({}, Ending(submission.stream_id, CapacityError("it never fits; ask for less.")))
@@ -300,7 +241,7 @@ def test_a_refusal_that_waiting_does_not_help_tells_no_time(play: Callable[[Scen
     play(scenario)
 
 
-def test_our_client_is_told_when_to_call_again(play: Callable[[Scenario], None]) -> None:
+def test_our_client_is_told_when_to_call_again(play: Play) -> None:
     async def scenario(service: Service) -> None:
         def call() -> CapacityError:
             with Client(service.client_address) as client, pytest.raises(CapacityError) as refused:
@@ -316,7 +257,7 @@ def test_our_client_is_told_when_to_call_again(play: Callable[[Scenario], None])
     play(scenario)
 
 
-def test_a_grpc_channel_that_may_retry_does_so_when_it_was_told_to(play: Callable[[Scenario], None]) -> None:
+def test_a_grpc_channel_that_may_retry_does_so_when_it_was_told_to(play: Play) -> None:
     """The backoff of the channel's own policy would be a minute."""
     policy = {
         "maxAttempts": 2,

@@ -1,9 +1,20 @@
 """What an engine tells of itself: as it stands, and counted once."""
 
 import random
+from dataclasses import replace
 
 import pytest
-from driving import FULL, finish, make_request, make_scheduler, run_step, two_that_do_not_fit, window
+from driving import (
+    FULL,
+    answer,
+    finish,
+    make_request,
+    make_scheduler,
+    plan_step,
+    run_step,
+    two_that_do_not_fit,
+    window,
+)
 from walk import Walk, random_configure, random_operation
 
 from blockplane.control_plane.engine.engine import Engine
@@ -15,7 +26,7 @@ from blockplane.protos.wire import statistics_to_proto
 
 def test_a_fresh_scheduler_has_nothing_to_tell() -> None:
     statistics = make_scheduler(groups=(FULL, window(8))).statistics()
-    assert statistics == Statistics(0, 0, 0, 0.0, (0, 0), 0, 0, 0, 0)
+    assert statistics == Statistics(0, 0, 0, 0.0, (0, 0), 0, 0, 0, 0, 0, 0)
 
 
 def test_those_that_run_and_those_that_wait_are_told_apart() -> None:
@@ -53,6 +64,21 @@ def test_blocks_that_all_running_requests_share_are_told_per_group() -> None:
     assert scheduler.statistics().num_common_prefix_blocks == (2, 0), "the first block left the window of one"
 
 
+def test_drafts_are_counted_as_they_are_answered_though_their_request_has_ended() -> None:
+    """Two rows guess three tokens each; one of them is aborted before the answer comes."""
+    scheduler = make_scheduler(configure={"num_draft_tokens": 3})
+    requests = [make_request(name, 5, max_tokens=40, first=100 * index) for index, name in enumerate("ab")]
+    scheduler.add(requests)
+    run_step(scheduler)
+    plan = plan_step(scheduler)
+    scheduler.end(requests[0])
+    scheduler.update(replace(answer(scheduler, plan, num_tokens=[3, 2]), num_draft_tokens=6))
+    statistics = scheduler.statistics()
+    assert (statistics.num_draft_tokens, statistics.num_accepted_tokens) == (6, 3)
+    scheduler.update(answer(scheduler, plan_step(scheduler)))
+    assert scheduler.statistics() == replace(statistics, kv_cache_usage=scheduler.statistics().kv_cache_usage)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_usage_is_what_is_not_free_and_counts_never_go_down(seed: int) -> None:
     rng = random.Random(seed)
@@ -71,8 +97,8 @@ def test_usage_is_what_is_not_free_and_counts_never_go_down(seed: int) -> None:
 
 
 def test_every_figure_has_its_field_on_the_wire() -> None:
-    proto = statistics_to_proto(Statistics(1, 2, 3, 0.5, (4, 5), 6, 7, 8, 9))
-    assert [value for _, value in proto.ListFields()] == [1, 2, 3, 0.5, [4, 5], 6, 7, 8, 9]
+    proto = statistics_to_proto(Statistics(1, 2, 3, 0.5, (4, 5), 6, 7, 8, 9, 10, 11))
+    assert [value for _, value in proto.ListFields()] == [1, 2, 3, 0.5, [4, 5], 6, 7, 8, 9, 10, 11]
 
 
 def test_without_a_worker_there_is_nothing_to_tell() -> None:

@@ -31,7 +31,7 @@ class BlockKVDriver:
         self.num_computed_tokens = 0
         for attention in model.attentions:
             shape = (total_blocks, block_size, attention.spec.num_kv_heads, attention.spec.head_dim)
-            caches = (torch.full(shape, float("nan"), dtype=getattr(torch, model.dtype)) for _ in range(2))
+            caches = (torch.full(shape, float("nan"), dtype=getattr(torch, model.kv_cache_dtype)) for _ in range(2))
             attention.bind_kv_cache(*caches)
 
     def prefill(self, token_ids: Sequence[int], num_padding: int = 0) -> Tensor:

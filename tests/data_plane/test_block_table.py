@@ -99,3 +99,19 @@ def test_a_kernel_s_smaller_blocks_are_parts_of_ours_and_what_is_skipped_stays_s
         [[12, 13, 14, -1, -1, -1], [-1] * 6],
         [[3, 4, 5, 6, 7, 8], [-1] * 6],
     ]
+
+
+def test_tails_begin_where_each_row_s_does_and_hold_nothing_behind_the_table_s_end() -> None:
+    table = BlockTable(2, 3, 4)
+    for row in range(3):
+        table.add_row(row, np.arange(8, dtype=np.int32).reshape(2, 4) + 10 * (row + 1))
+    tails = table.gather_tails(1, np.array([2, 0]), 3, np.array([1, 3]), 3)
+    assert tails.dtype == np.int32
+    assert tails.tolist() == [[35, 36, 37], [17, -1, -1], [-1, -1, -1]]
+
+
+def test_only_the_groups_that_are_asked_for_are_gathered() -> None:
+    table = BlockTable(3, 1, 2)
+    table.add_row(0, np.array([[4, 5], [6, 7], [8, 9]], np.int32))
+    assert table.gather(np.array([0]), 1, 2, [0, 2]).tolist() == [[[4, 5]], [[8, 9]]]
+    assert table.gather(np.array([0]), 1, 2, []).shape == (0, 1, 2)

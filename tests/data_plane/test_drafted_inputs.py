@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from synthetic_oracle import continue_greedily
 
 from blockplane.data_plane.attention import DecodeBatch
-from blockplane.data_plane.graphs import Shape
+from blockplane.data_plane.graphs import Shape, idle_tensors
 from blockplane.data_plane.inputs import StepInputs, decode_inputs
 from blockplane.data_plane.kv_cache import bind_kv_caches
 from blockplane.data_plane.models.synthetic import SyntheticModel
 from blockplane.data_plane.rows import Rows
 from blockplane.protos.errors import ProtocolError
+from blockplane.protos.kv_cache import KVCacheGroup
 from blockplane.protos.plan import Admission, Configure, Int32Array, StepPlan
 from blockplane.protos.sampling import SamplingParams
 
@@ -44,7 +45,7 @@ def decoding_rows(texts: dict[int, list[int]], configure: Configure = CONFIGURE)
             ),
             block_rows=block_rows,
             block_ids=np.random.default_rng(len(block_rows))
-            .permutation(np.arange(1, 100))[: len(block_rows)]
+            .permutation(np.arange(1, configure.num_blocks))[: len(block_rows) * len(configure.kv_cache_groups)]
             .astype(np.int32),
             decode_rows=column(*texts),
         )
@@ -205,3 +206,46 @@ def test_where_contexts_are_shapes_the_table_is_as_wide_as_the_bucket_of_the_lon
     width = min(num_blocks, bucket // BLOCK_SIZE)
     assert batch.block_table[1, :width].tolist() == rows.block_table.block_ids[0, 2, :width].tolist()
     assert (batch.block_table[1, num_blocks:] == -1).all()
+
+
+@st.composite
+def windowed_rows(draw: st.DrawFn) -> tuple[Rows, list[int], list[int]]:
+    """Decoding rows with a full group between groups of two windows, which rows decode, and by how many tokens."""
+    windows = draw(st.tuples(st.integers(1, 12), st.integers(1, 45)))
+    groups = tuple(KVCacheGroup(sliding_window=window) for window in (windows[0], None, windows[1]))
+    configure = replace(
+        CONFIGURE,
+        kv_cache_groups=draw(st.sampled_from([groups, groups[:1]])),
+        num_blocks=200,
+        decode_context_length_buckets=(8, 24, 40),
+    )
+    lengths = draw(st.dictionaries(st.integers(0, 3), st.integers(1, 37), min_size=1, max_size=3))
+    rows = decoding_rows({row: list(range(length)) for row, length in lengths.items()}, configure)
+    return rows, list(lengths), draw(st.lists(st.integers(1, WIDTH), min_size=len(lengths), max_size=len(lengths)))
+
+
+@settings(deadline=None)
+@given(windowed_rows())
+def test_where_contexts_are_shapes_a_windows_table_is_its_tail_and_holds_all_that_is_seen(
+    case: tuple[Rows, list[int], list[int]],
+) -> None:
+    rows, chosen, num_tokens = case
+    inputs = decode_inputs(rows, np.array(chosen), column(*num_tokens))
+    idle = idle_tensors(inputs.shape, rows.configure)
+    for group, (batch, idle_batch) in enumerate(zip(inputs.batches, idle[2], strict=True)):
+        assert isinstance(batch, DecodeBatch)
+        assert isinstance(idle_batch, DecodeBatch)
+        assert batch.block_table.shape == idle_batch.block_table.shape
+        assert batch.block_table.shape[1] * BLOCK_SIZE <= inputs.shape.context_len
+        window = rows.configure.kv_cache_groups[group].sliding_window
+        if window is not None:
+            assert batch.block_table.shape[1] * BLOCK_SIZE < window - 1 + WIDTH + 2 * BLOCK_SIZE
+        for index, (row, count) in enumerate(zip(chosen, num_tokens, strict=True)):
+            seq_len = int(rows.num_computed_tokens[row]) + count
+            num_left, rest = divmod(seq_len - int(batch.seq_lens[index]), BLOCK_SIZE)
+            assert rest == 0
+            assert num_left * BLOCK_SIZE <= max(0, seq_len - WIDTH - (window or seq_len) + 1)
+            held = rows.block_table.block_ids[group, row, num_left : -(-seq_len // BLOCK_SIZE)]
+            assert batch.block_table[index, : len(held)].tolist() == held.tolist()
+        assert not batch.seq_lens[len(chosen) :].any()
+        assert (batch.block_table[len(chosen) :] == -1).all()

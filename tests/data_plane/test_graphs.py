@@ -80,7 +80,7 @@ def test_a_shape_that_was_not_built_is_refused_and_not_built() -> None:
 class TinyModel:
     """One layer of attention and no weights: fast, with texts that mean nothing."""
 
-    vocab_size, dtype = 258, "float32"
+    vocab_size, dtype, kv_cache_dtype = 258, "float32", "float32"
 
     def __init__(self) -> None:
         self.attentions = (Attention(AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=2, scale=1.0)),)

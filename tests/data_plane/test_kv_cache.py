@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 from engine_player import EnginePlayer
 from synthetic_oracle import continue_greedily
 
@@ -46,16 +47,26 @@ ONE_TENSOR = replace(
     kv_cache_tensors=(tensor(FIRST, MIDDLE, LAST, num_blocks=216),),
 )
 A_TENSOR_EACH = replace(HYBRID, kv_cache_groups=(WINDOW_GROUP, group(FIRST, LAST)), kv_cache_tensors=())
+IN_FP8 = replace(
+    HYBRID,
+    kv_cache_groups=tuple(replace(kept, dtype="float8_e4m3fn") for kept in HYBRID.kv_cache_groups),
+    kv_cache_tensors=tuple(replace(whole, size=whole.size // 4) for whole in HYBRID.kv_cache_tensors),
+)
 
 
 def text(num_tokens: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(256), k=num_tokens)
 
 
-@pytest.mark.parametrize("configure", [HYBRID, ONE_TENSOR, A_TENSOR_EACH], ids=["two tensors", "one", "one a layer"])
+@pytest.mark.parametrize(
+    "configure",
+    [HYBRID, ONE_TENSOR, A_TENSOR_EACH, IN_FP8],
+    ids=["two tensors", "one", "one a layer", "two tensors in FP8"],
+)
 def test_texts_are_right_while_what_left_a_window_becomes_other_rows_blocks(configure: Configure) -> None:
     """The pool is too small for rows that keep what left the window."""
-    engine = EnginePlayer(SyntheticModel("float32"), configure)
+    kv_cache_dtype = configure.kv_cache_groups[0].dtype
+    engine = EnginePlayer(SyntheticModel("float32", kv_cache_dtype=kv_cache_dtype), configure)
     prompts = {0: text(150, 0), 2: text(90, 1), 3: text(10, 2)}
     for row in (0, 2):
         engine.admit(row, prompts[row])
@@ -101,6 +112,16 @@ def test_the_layers_of_a_tensor_have_the_same_memory_and_others_their_own() -> N
     assert len({cache.data_ptr() for cache in (*first, *last)}) == 4
     assert [attention.group for attention in model.attentions] == [0, 1, 0]
     assert sum(cache.nbytes for cache in (*first, *last)) == 2 * TENSOR_SIZE
+
+
+def test_an_fp8_cache_takes_a_byte_a_number_and_a_model_that_keeps_another_dtype_is_refused() -> None:
+    model = SyntheticModel("float32", kv_cache_dtype="float8_e4m3fn")
+    Runner(model, IN_FP8)
+    caches = {cache.data_ptr(): cache for attention in model.attentions for cache in attention.caches or ()}
+    assert {cache.dtype for cache in caches.values()} == {torch.float8_e4m3fn}
+    assert sum(cache.nbytes for cache in caches.values()) == 2 * TENSOR_SIZE // 4
+    with pytest.raises(ProtocolError, match=r"'float8_e4m3fn'.*'float32'"):
+        Runner(SyntheticModel("float32"), IN_FP8)
 
 
 def test_a_group_without_names_holds_all_layers_and_each_has_its_own_memory() -> None:
@@ -156,7 +177,7 @@ REFUSED = {
         {"kv_cache_groups": (group(FIRST, LAST), replace(group(MIDDLE), attention_chunk_size=64))},
         f"chunks of 64 tokens.*{MIDDLE} sees a window of 48 tokens",
     ),
-    "drafts": ({"num_draft_tokens": 3}, "3 draft tokens.*this worker proposes no drafts"),
+    "drafts": ({"num_draft_tokens": 3}, "3 draft tokens, and this worker proposes 0"),
 }
 
 
@@ -198,6 +219,8 @@ def test_a_layer_that_sees_chunks_says_so_and_may_be_kept_in_chunks_or_whole_but
 
 def test_layers_are_named_by_their_place_and_say_what_they_see() -> None:
     specs = layer_kv_specs(SyntheticModel("bfloat16"))
+    in_fp8 = layer_kv_specs(SyntheticModel("bfloat16", kv_cache_dtype="float8_e4m3fn"))
+    assert in_fp8 == tuple(replace(spec, dtype="float8_e4m3fn") for spec in specs)
     assert [spec.name for spec in specs] == NAMES
     assert [spec.sliding_window for spec in specs] == list(WINDOWS)
     assert {(spec.num_kv_heads, spec.head_dim, spec.dtype) for spec in specs} == {

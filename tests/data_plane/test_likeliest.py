@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from blockplane.data_plane import drawing
 from blockplane.data_plane.drawing import Truncation, draw_from_likeliest
-from blockplane.data_plane.likeliest import BLOCK_SIZE, likeliest
+from blockplane.data_plane.likeliest import BLOCK_SIZE, likeliest, likeliest_one
 
 FEW_VALUES = np.array([-1e30, -2.5, -1.0, -0.0, 0.0, 1e-40, 1.0, 1.5, 3e38, -np.inf], np.float32)
 
@@ -32,6 +32,22 @@ def test_the_likeliest_are_the_first_of_the_sorted_row(vocab_size: int, k: int, 
     found = likeliest(logits, k)
     assert found.token_ids.tolist() == [ids[:k] for ids in sorted_ids(logits)]
     assert torch.equal(found.logits, logits.gather(1, found.token_ids))
+
+
+@given(vocab_size=st.integers(1, 2100), seed=st.integers(0, 2**32 - 1), alike=st.booleans())
+def test_the_likeliest_one_is_the_arg_max(vocab_size: int, seed: int, alike: bool) -> None:
+    rng = np.random.default_rng(seed)
+    shape = (3, vocab_size)
+    values = rng.choice(FEW_VALUES, shape) if alike else rng.normal(size=shape).astype(np.float32)
+    logits = torch.from_numpy(values)
+    assert likeliest_one(logits).tolist() == [ids[0] for ids in sorted_ids(logits)]
+
+
+@pytest.mark.parametrize("place", [0, 600, 1029])
+def test_the_likeliest_one_of_a_row_with_a_nan_is_an_id_all_the_same(place: int) -> None:
+    logits = torch.full((1, 1030), -torch.inf)
+    logits[0, place] = torch.nan
+    assert 0 <= likeliest_one(logits).item() < 1030
 
 
 def test_rows_that_lie_apart_in_memory_are_read_as_they_are() -> None:

@@ -295,6 +295,22 @@ def test_a_bad_plan_is_refused(fault: str) -> None:
         rows.apply(BAD_PLANS[fault])
 
 
+@pytest.mark.parametrize(("kv_segment_size", "is_taken"), [(512, True), (0, False)])
+def test_a_prefill_behind_computed_tokens_is_taken_only_where_it_reads_them(
+    kv_segment_size: int, is_taken: bool
+) -> None:
+    """Unsegmented, `kv_segment_size` 0, it does not."""
+    rows = Rows(replace(CONFIGURE, kv_segment_size=kv_segment_size))
+    rows.apply(replace(first_plan(), prefill_num_tokens=column(4)))
+    rows.advance(column(1), column(4))
+    rest = StepPlan(2, prefill_rows=column(1), prefill_num_tokens=column(1))
+    if is_taken:
+        rows.apply(rest)
+        return
+    with pytest.raises(ProtocolError, match=r"kv_segment_size is 0, and it prefills a row .* computed already"):
+        rows.apply(rest)
+
+
 def test_a_bad_plan_writes_no_other_row() -> None:
     for plan in [plan for plan in BAD_PLANS.values() if plan.step == 2]:
         rows = prefilled_rows()

@@ -165,7 +165,7 @@ def test_a_batch_holds_each_row_s_seed_position_and_parameters() -> None:
         {"stop_token_ids": (VOCAB_SIZE,)},
         {"temperature": float("nan")},
         {"top_p": 0.0},
-        {"logprobs": 1},
+        {"logprobs": 21},
     ],
 )
 def test_an_admission_that_asks_for_what_cannot_be_is_a_bad_plan_that_names_the_field(

@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from blockplane.kernels import reference
 from blockplane.kernels.slots import SKIP_BLOCK_ID, slots_of
 
 HEAD_DIM = 8
@@ -56,7 +57,10 @@ SHAPES = st.builds(
 
 
 class Cache:
-    """The KV of several sequences in scattered blocks; every slot that no sequence owns holds `poison`."""
+    """The KV of several sequences in scattered blocks; every slot that no sequence owns holds `poison`.
+
+    `keys` and `values` are of the queries' dtype, in numbers that the caches' has too: `kv_dtype`, None = the same.
+    """
 
     def __init__(
         self,
@@ -66,9 +70,11 @@ class Cache:
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         poison: float = float("nan"),
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.shape, self.dtype, self.poison = shape, dtype, poison
+        self.shape, self.dtype, self.kv_dtype = shape, dtype, kv_dtype or dtype
+        self.poison = reference.to_cache_dtype(torch.tensor(poison), self.kv_dtype)
         widths = [-(-seq_len // shape.block_size) for seq_len in seq_lens]
         total_blocks = 1 + 2 * sum(widths)
         free = iter((1 + torch.randperm(total_blocks - 1, generator=generator)).tolist())
@@ -79,9 +85,11 @@ class Cache:
             [torch.randn(seq_len, heads, HEAD_DIM, generator=generator).to(dtype) for seq_len in seq_lens]
             for heads in (shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
         )
+        for kv in (self.keys, self.values):
+            kv[:] = [numbers.to(self.kv_dtype).to(dtype) for numbers in kv]
         self.sinks = torch.randn(shape.num_heads, generator=generator).to(dtype) if shape.has_sinks else None
         caches = (total_blocks, shape.block_size, shape.num_kv_heads, HEAD_DIM)
-        self.k_cache, self.v_cache = (torch.full(caches, poison, dtype=dtype) for _ in range(2))
+        self.k_cache, self.v_cache = (self.poison.expand(caches).clone() for _ in range(2))
         self.owned = torch.zeros(total_blocks * shape.block_size, dtype=torch.bool)
         for row, seq_len in enumerate(seq_lens):
             slots = self.slots(row, torch.arange(seq_len))
@@ -163,10 +171,9 @@ class Cache:
 
     def assert_only_owned_slots_were_written(self) -> None:
         """Bit for bit: NaN is not equal to itself."""
-        bits = torch.int32 if self.dtype.itemsize == 4 else torch.int16
-        poison = torch.tensor(self.poison, dtype=self.dtype).view(bits)
+        bits = {4: torch.int32, 2: torch.int16, 1: torch.int8}[self.kv_dtype.itemsize]
         for cache in (self.k_cache, self.v_cache):
-            is_poison = (cache.view(bits) == poison).flatten(0, 1)
+            is_poison = (cache.view(bits) == self.poison.view(bits)).flatten(0, 1)
             assert is_poison[~self.owned].all()
             assert not is_poison[self.owned].any()
 

@@ -20,19 +20,34 @@ SHAPES = {
 
 each_twin = pytest.mark.parametrize("kernels", [reference, cpu], ids=["reference", "cpu"])
 each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+each_dtype = pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float8_e4m3fn),
+        (torch.bfloat16, torch.float8_e4m3fn),
+    ],
+    ids=["float32", "bfloat16", "float32 over FP8", "bfloat16 over FP8"],
+)
 
 
 class Steps:
     """Writes a sequence's KV as steps do, padded, into a cache that holds nothing but poison."""
 
     def __init__(
-        self, kernels: ModuleType, shape: Shape, seq_lens: list[int], dtype: torch.dtype, poison: float
+        self,
+        kernels: ModuleType,
+        shape: Shape,
+        seq_lens: list[int],
+        dtype: torch.dtype,
+        poison: float,
+        kv_dtype: torch.dtype,
     ) -> None:
         self.kernels = kernels
-        self.cache = Cache(kernels, shape, seq_lens, seed=5, dtype=dtype, poison=poison)
+        self.cache = Cache(kernels, shape, seq_lens, 5, dtype, poison, kv_dtype)
         for kv in (self.cache.k_cache, self.cache.v_cache):
-            kv.fill_(poison)
+            kv[:] = self.cache.poison
         self.cache.owned[:] = False
 
     def write(self, tokens: list[tuple[int, int]], num_padding: int) -> None:
@@ -54,12 +69,12 @@ class Steps:
 @each_dtype
 @pytest.mark.parametrize("poison", [float("nan"), 1e30])
 def test_steps_in_a_poisoned_cache_equal_dense_attention_and_write_their_own_slots_alone(
-    kernels: ModuleType, shape: Shape, dtype: torch.dtype, poison: float
+    kernels: ModuleType, shape: Shape, dtype: torch.dtype, kv_dtype: torch.dtype, poison: float
 ) -> None:
     """Case 15: prompts of 1 to 2 blocks and a token, a decode of 3 padded to 4, an idle step."""
     for longest in range(3, 2 * BLOCK_SIZE + 2):
         seq_lens = [longest - 2, longest - 1, longest]
-        steps = Steps(kernels, shape, seq_lens, dtype, poison)
+        steps = Steps(kernels, shape, seq_lens, dtype, poison, kv_dtype)
         cache = steps.cache
         prompts = [[(row, position) for position in range(n - 1)] for row, n in enumerate(seq_lens)]
         steps.write([token for prompt in prompts for token in prompt], num_padding=3)
@@ -82,8 +97,10 @@ def test_steps_in_a_poisoned_cache_equal_dense_attention_and_write_their_own_slo
 @each_twin
 @each_dtype
 @pytest.mark.parametrize("poison", [float("nan"), 1e30])
-def test_an_idle_batch_of_padding_rows_yields_zeros(kernels: ModuleType, dtype: torch.dtype, poison: float) -> None:
-    cache = Cache(kernels, SHAPES["full"], [5], dtype=dtype, poison=poison)
+def test_an_idle_batch_of_padding_rows_yields_zeros(
+    kernels: ModuleType, dtype: torch.dtype, kv_dtype: torch.dtype, poison: float
+) -> None:
+    cache = Cache(kernels, SHAPES["full"], [5], dtype=dtype, poison=poison, kv_dtype=kv_dtype)
     output = kernels.decode_attention(
         torch.full((4, 1, 4, HEAD_DIM), float("nan"), dtype=dtype),
         cache.k_cache,

@@ -16,6 +16,7 @@ each_segmented_twin = pytest.mark.parametrize(
     "attention", [reference, segments, cpu], ids=["reference", "segments", "cpu"]
 )
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+KV_DTYPES = st.sampled_from([None, torch.float8_e4m3fn])
 POISONS = st.sampled_from([float("nan"), 1e30])
 SEGMENT_SIZES = st.sampled_from([1, 2, 5, 8, 16, 512])
 RAGGED_SEGMENTS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), min_size=1, max_size=3).filter(
@@ -31,6 +32,7 @@ RAGGED_SEGMENTS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), mi
     num_new_tokens=st.integers(1, 5),
     seed=st.integers(0, 999),
     dtype=DTYPES,
+    kv_dtype=KV_DTYPES,
     poison=POISONS,
 )
 def test_decode_equals_dense_attention_and_padding_rows_are_zero(
@@ -40,10 +42,11 @@ def test_decode_equals_dense_attention_and_padding_rows_are_zero(
     num_new_tokens: int,
     seed: int,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
     poison: float,
 ) -> None:
     num_new_tokens = min(num_new_tokens, *seq_lens)
-    cache = Cache(kernels, shape, seq_lens, seed, dtype, poison)
+    cache = Cache(kernels, shape, seq_lens, seed, dtype, poison, kv_dtype)
     output = cache.decode(kernels, num_new_tokens, num_padding_rows=2)
     assert output.dtype == dtype
     for row, seq_len in enumerate(seq_lens):
@@ -111,6 +114,7 @@ def test_a_row_with_fewer_tokens_has_them_at_the_end(kernels: ModuleType, shape:
     num_padding=st.integers(0, 4),
     seed=st.integers(0, 999),
     dtype=DTYPES,
+    kv_dtype=KV_DTYPES,
     poison=POISONS,
 )
 def test_segments_equal_dense_attention_and_padding_tokens_are_zero(
@@ -121,9 +125,10 @@ def test_segments_equal_dense_attention_and_padding_tokens_are_zero(
     num_padding: int,
     seed: int,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
     poison: float,
 ) -> None:
-    cache = Cache(reference, shape, [prior + count for prior, count in ragged], seed, dtype, poison)
+    cache = Cache(reference, shape, [prior + count for prior, count in ragged], seed, dtype, poison, kv_dtype)
     output = cache.prefill(attention, [prior for prior, _ in ragged], kv_segment_size, num_padding)
     assert output.dtype == dtype
     parts = output.split([*(count for _, count in ragged), num_padding])
@@ -166,6 +171,30 @@ def test_new_kv_is_cast_to_the_caches_dtype(kernels: ModuleType, dtype: torch.dt
     kernels.write_kv(new, new, k_cache, v_cache, torch.tensor([1]))
     assert torch.equal(k_cache[1].float(), new.to(dtype).float())
     assert torch.equal(v_cache[1].float(), new.to(dtype).float())
+
+
+@each_twin
+def test_what_fp8_is_too_narrow_for_is_cut_off_and_nan_stays_nan(kernels: ModuleType) -> None:
+    k_cache, v_cache = (torch.zeros(2, 1, 1, HEAD_DIM, dtype=torch.float8_e4m3fn) for _ in range(2))
+    inf, nan = float("inf"), float("nan")
+    new = torch.tensor([448.0, 465.0, 1e30, inf, -449.0, -inf, nan, 0.3]).view(1, 1, HEAD_DIM)
+    kernels.write_kv(new, new.bfloat16(), k_cache, v_cache, torch.tensor([1]))
+    for cache in (k_cache, v_cache):
+        stored = cache[1, 0, 0].float()
+        assert stored[:6].tolist() == [448.0] * 4 + [-448.0] * 2
+        assert stored[6].isnan()
+        assert stored[7] == 0.3125
+
+
+def test_every_fp8_number_is_read_as_it_is() -> None:
+    """The queries' one channel is 0, so that each value weighs the same; one of them is NaN in either sign."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    for kernels in (reference, cpu):
+        values = numbers.view(256, 1, 1, 1)
+        table, seq_lens = torch.arange(256, dtype=torch.int32).view(256, 1), torch.ones(256, dtype=torch.int32)
+        keys = torch.zeros_like(values)
+        output = kernels.decode_attention(torch.zeros(256, 1, 1, 1), keys, values, table, seq_lens, scale=1.0)
+        torch.testing.assert_close(output.flatten(), numbers.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def attention_over(cache: Cache, seen: list[int]) -> torch.Tensor:

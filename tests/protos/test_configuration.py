@@ -127,8 +127,15 @@ def test_every_setting_has_a_flag_and_a_line_of_help() -> None:
         ("max_waiting_requests", "0"),
         ("num_threads", "-1"),
         ("num_threads", "many"),
+        ("num_draft_tokens", "-1"),
+        ("draft_source", "guess"),
+        ("draft_source", "eagle"),
+        ("draft_source", "model"),
+        ("draft_model", "synthetic"),
         ("dtype", "float16"),
         ("dtype", ""),
+        ("kv_cache_dtype", "fp8_e5m2"),
+        ("kv_cache_dtype", "int8"),
         ("profile", "fast"),
         ("log_level", "loud"),
         ("kv_segment_size_buckets", "512,1024"),
@@ -271,6 +278,16 @@ def test_an_empty_list_is_one_not_given(file: Path) -> None:
         assert config == load_config({}, {})
 
 
+def test_a_third_source_of_drafts_is_refused_for_now_and_the_two_that_are_there_are_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"draft_source is 'eagle', which is not built yet; .*ngram, model"):
+        load_config({"draft_source": "eagle"}, {})
+
+
+def test_a_draft_model_and_its_source_come_together() -> None:
+    assert load_config({"draft_source": "model", "draft_model": "synthetic"}, {}).draft_model == "synthetic"
+    assert load_config({}, {}).draft_source == "ngram"
+
+
 # -- to another process ------------------------------------------------------------------------------------------------
 
 
@@ -292,6 +309,7 @@ configs = st.builds(
     num_seqs_buckets=buckets(1),
     kv_segment_size_buckets=st.tuples(st.integers(1, 1 << 20)),
     segmented_prefill=st.sampled_from(["on", "off"]),
+    num_draft_tokens=st.integers(0, 64),
     max_waiting_tokens=st.integers(1, 1 << 40),
     priority_seconds=st.integers(0, 1 << 20),
     max_queue_seconds=st.integers(0, 1 << 20),

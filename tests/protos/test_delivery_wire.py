@@ -10,10 +10,22 @@ import pytest
 from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
-from wire_values import CUT, columns, comparable, id_tuples, int32, models, sampling_params, sent, uint32
+from wire_values import (
+    CUT,
+    columns,
+    comparable,
+    id_tuples,
+    int32,
+    logprobs,
+    logprobs_for,
+    models,
+    sampling_params,
+    sent,
+    uint32,
+)
 
 from blockplane.protos import delivery_wire
-from blockplane.protos.delivery import Delivery, Ending, FrontendBatch, ServingState, Submission
+from blockplane.protos.delivery import Delivery, Ending, FrontendBatch, PromptLogprobs, ServingState, Submission
 from blockplane.protos.errors import (
     AbortedError,
     BlockplaneError,
@@ -52,24 +64,22 @@ batches = st.builds(
 servings = st.builds(ServingState, model=st.none() | models)
 
 
-def delivery_of(tokens: dict[int, list[int]], endings: tuple[Ending, ...], serving: ServingState | None) -> Delivery:
-    """A delivery of these token ids by stream id, whose columns belong together."""
-    return Delivery(
-        stream_ids=np.array(list(tokens), np.int32),
-        num_tokens=np.array([len(ids) for ids in tokens.values()], np.int32),
-        token_ids=np.array([token_id for ids in tokens.values() for token_id in ids], np.int32),
-        endings=endings,
-        serving=serving,
+def deliveries_of(tokens: dict[int, list[int]]) -> st.SearchStrategy[Delivery]:
+    """Deliveries of these token ids by stream id, whose columns belong together."""
+    return st.builds(
+        Delivery,
+        stream_ids=st.just(np.array(list(tokens), np.int32)),
+        num_tokens=st.just(np.array([len(ids) for ids in tokens.values()], np.int32)),
+        token_ids=st.just(np.array([token_id for ids in tokens.values() for token_id in ids], np.int32)),
+        endings=st.lists(endings, max_size=3).map(tuple),
+        serving=st.none() | servings,
+        logprobs=logprobs_for(sum(map(len, tokens.values()))),
+        prompt_logprobs=st.lists(st.builds(PromptLogprobs, uint32, logprobs), max_size=2).map(tuple),
     )
 
 
 endings = st.builds(Ending, stream_id=uint32, outcome=st.sampled_from(get_args(FinishReason)), num_cached_tokens=uint32)
-deliveries = st.builds(
-    delivery_of,
-    st.dictionaries(int32, st.lists(int32, max_size=4), max_size=4),
-    endings=st.lists(endings, max_size=3).map(tuple),
-    serving=st.none() | servings,
-)
+deliveries = st.dictionaries(int32, st.lists(int32, max_size=4), max_size=4).flatmap(deliveries_of)
 
 MESSAGES = [
     pytest.param(

@@ -97,17 +97,11 @@ def test_a_value_out_of_range_is_refused_naming_the_field(field: str, value: Any
         ("allowed_token_ids", (0, VOCAB_SIZE - 1)),
         ("bad_words", ((0,), (VOCAB_SIZE - 1,) * MAX_BAD_WORD_LEN)),
         ("bad_words", ((3,),) * MAX_BAD_WORDS),
+        *((field, value) for field in ("logprobs", "prompt_logprobs") for value in (None, 0, 20)),
     ],
 )
 def test_a_value_at_the_edge_is_taken(field: str, value: Any) -> None:
     check_sampling_params(replace(SOUND, **{field: value}), VOCAB_SIZE)
-
-
-@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
-@pytest.mark.parametrize("value", [0, 20])
-def test_what_is_not_served_yet_is_refused_and_not_ignored(field: str, value: int) -> None:
-    with pytest.raises(InvalidRequestError, match=rf"^{field} is {value}, but .* not served yet"):
-        check_sampling_params(replace(SOUND, **{field: value}), VOCAB_SIZE)
 
 
 @given(token_ids=st.lists(st.integers(-2, VOCAB_SIZE + 2)), as_array=st.booleans())

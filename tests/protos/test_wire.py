@@ -8,15 +8,25 @@ import pytest
 from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
-from wire_values import CUT, columns, comparable, models, sampling_params, seeds, sent, uint32
+from wire_values import (
+    CUT,
+    columns,
+    comparable,
+    logprobs,
+    logprobs_for,
+    models,
+    sampling_params,
+    seeds,
+    sent,
+    uint32,
+)
 
 from blockplane.protos import wire
 from blockplane.protos.buckets import BucketRules
 from blockplane.protos.errors import ProtocolError
 from blockplane.protos.kv_cache import KVCacheGroup, KVCacheTensor
 from blockplane.protos.model import LayerKVSpec
-from blockplane.protos.plan import Admission, Configure, Int32Array, StepPlan, StepResult
-from blockplane.protos.sampling import SamplingParams
+from blockplane.protos.plan import Admission, Configure, StepPlan, StepResult
 from blockplane.v1 import engine_pb2 as pb
 
 uint64 = st.integers(0, 2**64 - 1)
@@ -44,7 +54,17 @@ plans = st.builds(
     decode_rows=st.none() | columns,
     decode_num_tokens=st.none() | columns,
 )
-results = st.builds(StepResult, step=uint64, token_ids=columns, num_tokens=st.none() | columns)
+results = columns.flatmap(
+    lambda token_ids: st.builds(
+        StepResult,
+        step=uint64,
+        token_ids=st.just(token_ids),
+        num_tokens=st.none() | columns,
+        logprobs=logprobs_for(len(token_ids)),
+        prompt_logprobs=st.none() | logprobs,
+        num_draft_tokens=uint32,
+    )
+)
 groups = st.builds(
     KVCacheGroup,
     layer_names=name_tuples,
@@ -161,53 +181,7 @@ def test_a_truncated_column_of_an_admission_is_a_protocol_error() -> None:
         wire.plan_from_proto(pb.StepPlan(admissions=[pb.Admission(token_ids=CUT)]))
 
 
-@pytest.mark.parametrize("field", ["stop_token_ids", "logit_bias_token_ids", "allowed_token_ids"])
-def test_a_truncated_column_of_sampling_parameters_is_a_protocol_error(field: str) -> None:
-    with pytest.raises(ProtocolError, match="7 bytes"):
-        wire.sampling_from_proto(pb.SamplingSettings(**{field: CUT}))
-    with pytest.raises(ProtocolError, match="7 bytes"):
-        wire.sampling_from_proto(pb.SamplingSettings(bad_words=[CUT]))
-
-
-def test_a_logit_bias_whose_columns_differ_in_length_is_a_protocol_error() -> None:
-    with pytest.raises(ProtocolError, match="logit bias"):
-        wire.sampling_from_proto(pb.SamplingSettings(logit_biases=[1.0]))
-
-
-def test_no_allowed_ids_and_all_allowed_are_two_things() -> None:
-    for allowed_token_ids in (None, ()):
-        params = SamplingParams(1, allowed_token_ids=allowed_token_ids)
-        assert wire.sampling_from_proto(sent(wire.sampling_to_proto(params))) == params
-
-
-@given(data=st.binary(max_size=40))
-def test_a_column_is_read_if_and_only_if_it_holds_whole_numbers(data: bytes) -> None:
-    if len(data) % 4 == 0:
-        column = wire.column_from_bytes(data)
-        assert wire.column_to_bytes(column) == data
-        assert len(column) == len(data) // 4
-    else:
-        with pytest.raises(ProtocolError):
-            wire.column_from_bytes(data)
-
-
-# -- columns and sizes -------------------------------------------------------------------------------------------------
-
-
-def test_a_column_is_little_endian_int32_whatever_the_array_s_layout() -> None:
-    numbers = [1, -1, 2**31 - 1, -(2**31)]
-    expected = b"\1\0\0\0\xff\xff\xff\xff\xff\xff\xff\x7f\0\0\0\x80"
-    strided: Int32Array = np.repeat(np.array(numbers, np.int32), 2)[::2]
-    for column in (np.array(numbers, np.int32), np.array(numbers, ">i4"), strided):
-        assert wire.column_to_bytes(column) == expected
-    assert wire.column_from_bytes(expected).tolist() == numbers
-
-
-def test_a_column_that_was_read_is_int32_and_cannot_be_written() -> None:
-    for data in (b"", b"\1\0\0\0"):
-        column = wire.column_from_bytes(data)
-        assert column.dtype == np.int32
-        assert not column.flags.writeable
+# -- sizes -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_of_steady_decode_takes_less_than_32_bytes() -> None:

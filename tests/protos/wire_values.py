@@ -6,7 +6,9 @@ from typing import Any, TypeVar
 import numpy as np
 from google.protobuf.message import Message
 from hypothesis import strategies as st
+from told import columns_of
 
+from blockplane.protos.logprobs import Logprobs
 from blockplane.protos.model import GenerationDefaults, ModelInfo
 from blockplane.protos.sampling import SamplingParams
 
@@ -16,6 +18,7 @@ seeds = st.sampled_from([0, 1, 2**63 - 1, 2**63, 2**64 - 1]) | st.integers(0, 2*
 temperatures = st.floats(0, 100, width=32)
 columns = st.lists(int32, max_size=20).map(lambda numbers: np.array(numbers, np.int32))
 id_tuples = st.lists(st.integers(0, 2**31 - 1), max_size=5).map(tuple)
+logprob_entries = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(-100, 0, width=32)), max_size=3)
 sampling_params = st.builds(
     SamplingParams,
     max_tokens=uint32,
@@ -36,6 +39,7 @@ sampling_params = st.builds(
     logprobs=st.none() | uint32,
     prompt_logprobs=st.none() | uint32,
 )
+logprobs = st.lists(logprob_entries, max_size=4).map(columns_of)
 models = st.builds(
     ModelInfo,
     name=st.text(),
@@ -60,6 +64,11 @@ def comparable(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(comparable, value))
     return type(value), value
+
+
+def logprobs_for(num_tokens: int) -> st.SearchStrategy[Logprobs | None]:
+    """What may be told of so many tokens."""
+    return st.none() | st.lists(logprob_entries, min_size=num_tokens, max_size=num_tokens).map(columns_of)
 
 
 M = TypeVar("M", bound=Message)

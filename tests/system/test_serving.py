@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import pytest
@@ -115,6 +116,102 @@ def test_the_same_seed_gives_the_same_text_alone_and_in_company(client: Client) 
     assert len({tuple(tokens) for tokens in mates}) == 11, "other seeds give other texts"
 
 
+def samples_of(client: Client, num_samples: int, **arguments: Any) -> list[list[int]]:
+    """Each sample's tokens."""
+    samples: list[list[int]] = [[] for _ in range(num_samples)]
+    ends = set()
+    for delta in client.generate(prompt_of(40), num_samples=num_samples, ignore_eos=True, **arguments):
+        samples[delta.sample_index] += delta.token_ids
+        if delta.finish_reason is not None:
+            ends.add(delta.sample_index)
+    assert ends == {*range(num_samples)}
+    return samples
+
+
+def test_samples_of_one_seed_differ_and_come_again_whatever_their_number_and_company(client: Client) -> None:
+    def run(num_samples: int) -> list[list[int]]:
+        return samples_of(client, num_samples, max_tokens=30, temperature=1.5, seed=42)
+
+    alone = run(4)
+    assert len({tuple(tokens) for tokens in alone}) == 4
+    with ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(run, [4, 2, 1]))
+    assert together == [alone, alone[:2], alone[:1]]
+
+
+def test_greedy_samples_all_are_the_greedy_text(client: Client) -> None:
+    expected = continue_greedily(prompt_of(40), 20, ignore_eos=True)
+    assert samples_of(client, 5, max_tokens=20, temperature=0) == [expected] * 5
+
+
+def test_samples_that_are_aborted_end_and_hold_nothing(client: Client) -> None:
+    """Case 4."""
+    num_received = [0] * 4
+    deltas = client.generate(
+        prompt_of(40), num_samples=4, max_tokens=2000, temperature=1.5, ignore_eos=True, request_id="four"
+    )
+    while min(num_received) < 3:
+        delta = next(deltas)
+        num_received[delta.sample_index] += len(delta.token_ids)
+    client.abort(["four"])
+    with pytest.raises(AbortedError, match="four"):
+        list(deltas)
+    assert len(tokens_of(client, prompt_of(2000), 3)) == 3, "nearly the whole cache is free"
+    assert len(list(client.generate([1], max_tokens=1, request_id="four"))) == 1, "and so is the id"
+
+
+def test_one_sample_meets_a_stop_text_and_the_others_go_on(client: Client) -> None:
+    free = samples_of(client, 4, max_tokens=40, temperature=1.5, seed=7)
+    texts = ["".join(map(chr, tokens)) for tokens in free]
+    stop = next(char for char in texts[2][3:] if char < "\x80" and sum(char in text for text in texts) < 4)
+    stopped = samples_of(client, 4, max_tokens=40, temperature=1.5, seed=7, stop=stop)
+    for text, tokens in zip(texts, stopped, strict=True):
+        assert "".join(map(chr, tokens)) == text[: text.index(stop) + 1 if stop in text else None]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"allowed_token_ids": [65]}, [65] * 6),
+        ({"allowed_token_ids": [65, 66], "logit_bias": {66: 100}}, [66] * 6),
+        ({"allowed_token_ids": [65, 66], "logit_bias": {66: 100}, "bad_word_token_ids": [[66]]}, [65] * 6),
+        ({"allowed_token_ids": [65, 66], "logit_bias": {66: 100}, "bad_words": "BB"}, [66, 65] * 3),
+        (
+            {"allowed_token_ids": [65, 66], "stop_token_ids": [66], "logit_bias": {66: 100}, "min_tokens": 2},
+            [65, 65, 66],
+        ),
+    ],
+)
+def test_what_may_come_is_what_a_request_says(client: Client, arguments: dict[str, Any], expected: list[int]) -> None:
+    deltas = client.generate(prompt_of(40), max_tokens=6, temperature=0, **arguments)
+    assert [token_id for delta in deltas for token_id in delta.token_ids] == expected
+
+
+def test_drawing_from_the_likeliest_alone_is_greedy_at_any_temperature(client: Client) -> None:
+    expected = continue_greedily(prompt_of(40), 20, ignore_eos=True)
+    for arguments in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}):
+        assert samples_of(client, 2, max_tokens=20, temperature=1.5, **arguments) == [expected] * 2
+
+
+def test_logprobs_tell_of_every_token_of_prompt_and_output(client: Client) -> None:
+    prompt = prompt_of(200)
+    told, prompt_told, tokens = [], [], []
+    arguments: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    for delta in client.generate(prompt, logprobs=2, prompt_logprobs=1, **arguments):
+        assert not (delta.prompt_logprobs and tokens), "the prompt's come first"
+        prompt_told += delta.prompt_logprobs or ()
+        told += delta.logprobs or ()
+        tokens += delta.token_ids
+    assert tokens == continue_greedily(prompt, 12, ignore_eos=True)
+    assert [token.token_id for token in told] == tokens
+    for token in told:
+        assert (token.top_token_ids[0], token.top_logprobs[0]) == (token.token_id, token.logprob), "the likeliest"
+        assert len(token.top_token_ids) == 2
+        assert token.top_logprobs[1] < token.logprob < 0
+    assert [token.token_id for token in prompt_told] == prompt[1:]
+    assert all(len(token.top_token_ids) == 1 and token.logprob <= token.top_logprobs[0] <= 0 for token in prompt_told)
+
+
 def test_deltas_join_to_the_text_and_no_character_is_split(client: Client) -> None:
     deltas = list(client.generate("Grüße, 世界!", max_tokens=200, temperature=0, ignore_eos=True))
     text = "".join(delta.text for delta in deltas)
@@ -156,6 +253,10 @@ def test_a_stop_id_ends_the_request(client: Client) -> None:
         ({"prompt": [1], "max_tokens": 0}, "max_tokens"),
         ({"prompt": [1], "temperature": -1.0}, "temperature"),
         ({"prompt": [1], "temperature": float("nan")}, "temperature"),
+        ({"prompt": [1], "allowed_token_ids": []}, "allowed_token_ids"),
+        ({"prompt": [1], "logit_bias": {258: 1.0}}, "logit_bias holds 258"),
+        ({"prompt": [1], "bad_words": ""}, "bad_words"),
+        ({"prompt": [1], "num_samples": 65}, "num_samples"),
         ({"prompt": [1] * 2048}, "max_model_len 2048"),
     ],
 )
