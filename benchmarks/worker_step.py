@@ -118,7 +118,7 @@ class DecodingRows:
         rows.apply(plan)
         sampling.apply(plan)
         applied = time.thread_time()
-        inputs = decode_inputs(rows, rows.decode_rows)
+        inputs = decode_inputs(rows, rows.decode_rows, rows.decode_num_tokens)
         fed = time.thread_time()
         sampling.batch(rows, inputs.sampled_rows)
         set_up = time.thread_time()
