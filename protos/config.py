@@ -56,6 +56,15 @@ class Config:
     max_waiting_tokens: int = _setting(4_194_304, "tokens in the prompts of waiting requests; more are refused")
     priority_seconds: int = _setting(10, "seconds of waiting that one step of priority counts as")
     max_queue_seconds: int = _setting(60, "seconds that accepted requests wait while no worker is ready")
+    worker_timeout_seconds: int = _setting(5, "seconds without a sign of life after which a worker counts as lost")
+    step_timeout_seconds: int = _setting(30, "seconds that any step may take; slow ones raise it by what is learnt")
+    reattach_seconds: int = _setting(60, "seconds in which a worker that lost its stream finds its cached blocks again")
+    drain_seconds: int = _setting(30, "seconds that a process told to stop gives its requests to end or move")
+    stream_buffer_tokens: int = _setting(4096, "tokens kept for a client that reads slowly; then its request is parked")
+    parked_seconds: int = _setting(60, "seconds that a parked request waits for its client")
+    journal: str = _setting("", "file of the engine's journal, from which requests outlive it; none = no journal")
+    journal_seconds: int = _setting(3600, "seconds that the journal keeps ended requests")
+    record: str = _setting("", "file in which a worker records plans and results, for `blockplane replay`")
     num_threads: int = _setting(0, "threads of a CPU worker; 0 = one for each core it may use")
     log_level: str = _setting("info", "debug, info, warning or error")
 
@@ -252,6 +261,13 @@ _LEAST = {
     "max_waiting_tokens": 1,
     "priority_seconds": 0,
     "max_queue_seconds": 0,
+    "worker_timeout_seconds": 1,
+    "step_timeout_seconds": 1,
+    "reattach_seconds": 0,
+    "drain_seconds": 0,
+    "stream_buffer_tokens": 1,
+    "parked_seconds": 0,
+    "journal_seconds": 0,
     "num_threads": 0,
 }
 _CHOICES = {

@@ -21,6 +21,8 @@ class Submission:
         timeout_seconds: how long from now the caller waits; None = for ever.
         cache_salt: only requests of the same salt share cached prefixes.
         skip_prefix_cache: neither read cached prefixes nor leave any.
+        caller: whoever asks, as the frontend knows them; empty = anybody.
+        frontend_state: what the frontend needs to serve the rest if the stream is resumed; nobody else looks into it.
     """
 
     stream_id: int
@@ -32,15 +34,47 @@ class Submission:
     timeout_seconds: float | None = None
     cache_salt: str = ""
     skip_prefix_cache: bool = False
+    caller: str = ""
+    frontend_state: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """A request of an earlier stream, whose rest is to go on new ones: the i-th sample's on `stream_id + i`.
+
+    `caller`: whoever asks; a request belongs to its caller.
+    """
+
+    stream_id: int
+    request_id: str
+    caller: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class FrontendBatch:
-    """What a frontend has for the engine since its last message."""
+    """What a frontend has for the engine since its last message.
+
+    `parked_stream_ids` are those whose clients read too slowly: they get no more tokens until `unparked_stream_ids` has
+    them.
+    """
 
     submissions: tuple[Submission, ...] = ()
     aborted_stream_ids: tuple[int, ...] = ()
     aborted_request_ids: tuple[str, ...] = ()
+    parked_stream_ids: tuple[int, ...] = ()
+    unparked_stream_ids: tuple[int, ...] = ()
+    resumptions: tuple[Resumption, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """One sample of a resumed request: `token_ids`, int32, are its prompt and its output so far."""
+
+    stream_id: int
+    token_ids: Int32Array
+    num_prompt_tokens: int
+    num_samples: int
+    frontend_state: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +110,8 @@ class Delivery:
 
     `stream_ids` and `num_tokens` have one entry per stream that got tokens, `token_ids` all their ids end to end;
     `num_tokens` is None where each got one. `logprobs` are those of `token_ids`, None = nobody asks; `prompt_logprobs`
-    may name a stream several times. `endings` come after both. `serving` is None where it did not change.
+    may name a stream several times. `resumed` come before both and `endings` after them. `serving` is None where it did
+    not change.
     """
 
     stream_ids: Int32Array = field(default_factory=no_rows)
@@ -86,3 +121,4 @@ class Delivery:
     serving: ServingState | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    resumed: tuple[Resumed, ...] = ()

@@ -15,18 +15,22 @@ class InvalidRequestError(BlockplaneError):
     status = grpc.StatusCode.INVALID_ARGUMENT
 
 
-class CapacityError(BlockplaneError):
-    """The request is sound but does not fit, now or ever; the message says which."""
-
-    status = grpc.StatusCode.RESOURCE_EXHAUSTED
+class RetryableError(BlockplaneError):
+    """The same request may succeed later."""
 
     def __init__(self, message: str, retry_after_seconds: float | None = None) -> None:
-        """`retry_after_seconds`: when it may fit; None = not before something is changed."""
+        """`retry_after_seconds`: when it may; None = nobody knows, or not before something is changed."""
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
 
 
-class UnavailableError(BlockplaneError):
+class CapacityError(RetryableError):
+    """The request is sound but does not fit, now or ever; the message says which."""
+
+    status = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class UnavailableError(RetryableError):
     """A part of the system is not attached or is going away: retry."""
 
     status = grpc.StatusCode.UNAVAILABLE
@@ -36,6 +40,18 @@ class DeadlineError(BlockplaneError):
     """The caller's time ran out before the answer came: allow more, or ask for less."""
 
     status = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class NotFoundError(BlockplaneError):
+    """The caller has no request of that id: send it again, or call as the one who sent it."""
+
+    status = grpc.StatusCode.NOT_FOUND
+
+
+class DataLossError(BlockplaneError):
+    """What the caller has seen is more than the server knows of: start anew."""
+
+    status = grpc.StatusCode.DATA_LOSS
 
 
 class DuplicateError(BlockplaneError):
@@ -62,8 +78,20 @@ class ProtocolError(BlockplaneError):
     status = grpc.StatusCode.INTERNAL
 
 
+class WorkerKilledError(BlockplaneError):
+    """A request was alone in the step again and again when its worker died: it is taken to be the cause, and ends."""
+
+    status = grpc.StatusCode.INTERNAL
+
+
 class ModelOutputError(BlockplaneError):
     """The model's logits for one row were not finite; only that request ends."""
+
+    status = grpc.StatusCode.INTERNAL
+
+
+class ReplayError(BlockplaneError):
+    """A recorded step gave another result when it ran again: another machine, other settings, or a fault."""
 
     status = grpc.StatusCode.INTERNAL
 
@@ -86,6 +114,8 @@ _CLASS_OF_STATUS: dict[grpc.StatusCode, type[BlockplaneError]] = {
         CapacityError,
         UnavailableError,
         DeadlineError,
+        NotFoundError,
+        DataLossError,
         DuplicateError,
         ConfigurationError,
         AbortedError,

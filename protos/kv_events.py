@@ -45,9 +45,11 @@ class KVEventBatch:
         epoch: unsigned 64-bit, drawn at random whenever a worker attaches: what was known of another epoch is void.
         sequence: 1, 2, 3, ... within the epoch.
         block_size: tokens.
+        group: the worker group whose cache it is; each has epochs of its own.
     """
 
     epoch: int
     sequence: int
     block_size: int
     events: tuple[KVEvent, ...]
+    group: int = 0

@@ -15,13 +15,14 @@ def kv_event_batch_to_proto(batch: KVEventBatch) -> pb.WatchKVEventsResponse:
         sequence=batch.sequence,
         block_size=batch.block_size,
         events=[_event_to_proto(event) for event in batch.events],
+        group=batch.group,
     )
 
 
 def kv_event_batch_from_proto(proto: pb.WatchKVEventsResponse) -> KVEventBatch:
     """Raises ProtocolError if an event is of no known kind, or its columns do not belong together."""
     events = tuple(_event_from_proto(event, proto.block_size) for event in proto.events)
-    return KVEventBatch(proto.epoch, proto.sequence, proto.block_size, events)
+    return KVEventBatch(proto.epoch, proto.sequence, proto.block_size, events, proto.group)
 
 
 def _event_to_proto(event: KVEvent) -> pb.KVEvent:

@@ -39,6 +39,10 @@ class Configure:
         decode_context_length_buckets: tokens; none = the backend takes contexts as data, not as shapes.
         prefill_multiple_of: tokens; every segment but a prompt's last is a multiple of it, and of block_size.
         num_draft_tokens: the most that a row may be granted beside its next token.
+        epoch: drawn for this attach; every result names it.
+        keeps_kv: the KV cache of the attach before is still there, and used; rows start anew in any case.
+        last_step: plans are numbered from the next on.
+        heartbeat_milliseconds: how often the worker says that it lives; 0 = never.
     """
 
     block_size: int
@@ -52,6 +56,10 @@ class Configure:
     decode_context_length_buckets: tuple[int, ...] = ()
     prefill_multiple_of: int = 1
     num_draft_tokens: int = 0
+    epoch: int = 0
+    keeps_kv: bool = False
+    last_step: int = 0
+    heartbeat_milliseconds: int = 0
 
     @property
     def max_num_batched_tokens(self) -> int:
@@ -99,7 +107,7 @@ class StepPlan:
     """What changes on a worker in one step; applied in the order of the fields. All columns are int32.
 
     Attributes:
-        step: 1, 2, 3, ... since the attach.
+        step: one more with each plan, from `Configure.last_step` on.
         released_rows: rows that are free again.
         admissions: requests that take a row.
         block_rows: per new logical block, the row that gets it as its next one.
@@ -134,6 +142,7 @@ class StepResult:
         prompt_logprobs: of the prompt tokens that follow one which the step computed, for each prefill segment whose
             request asks, in the plan's order, end to end; None = nobody asks.
         num_draft_tokens: drafts that the step computed, accepted or not.
+        epoch: of the attach that the plan came with.
     """
 
     step: int
@@ -142,3 +151,4 @@ class StepResult:
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     num_draft_tokens: int = 0
+    epoch: int = 0

@@ -14,13 +14,24 @@ from blockplane.protos.errors import BlockplaneError
 EXIT_FAILED = 1
 
 
-def run_process(name: str, description: str, serve: Callable[[Config], None], argv: Sequence[str] | None = None) -> int:
+def run_process(
+    name: str,
+    description: str,
+    serve: Callable[[Config], None],
+    argv: Sequence[str] | None = None,
+    operand: str | None = None,
+) -> int:
     """Parse the settings, serve until told to stop, and turn a failure that we foresee into one sentence.
+
+    Args:
+        operand: the setting, a file, that is given by its value alone; None = none is.
 
     Returns:
         The exit status: 0 after SIGINT or SIGTERM, 1 after a failure, whose sentence is on stderr.
     """
     parser = argparse.ArgumentParser(prog=f"blockplane {name}", description=description)
+    if operand is not None:
+        parser.add_argument(operand, metavar="FILE")
     add_settings(parser)
     parser.add_argument("--stop-with-parent", action="store_true", help="end when standard input closes")
     flags = parser.parse_args(argv)

@@ -1,23 +1,29 @@
-"""What an engine tells of its one worker group's work; knows no gRPC."""
+"""What an engine tells of its worker groups' work; knows no gRPC."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """How it stands now, and what was counted since the worker attached; counts never go down.
+    """How it stands now, and what was counted since the engine started; counts never go down.
+
+    Of one worker group as long as its cache lives, or of all together, those before them included.
 
     Attributes:
         num_running, num_waiting: requests with a row and without.
+        num_parked: requests that do neither, since their clients do not read.
         num_waiting_tokens: known tokens of those without.
         kv_cache_usage: 1 - free / usable blocks. Blocks that are only cached count as free.
-        num_common_prefix_blocks: per KV cache group, leading blocks that all running requests share.
+        num_common_prefix_blocks: per KV cache group, leading blocks that all running requests share; none for several
+            worker groups together.
         num_admitted, num_prompt_tokens: requests that got a row at least once, and the tokens of their prompts.
         num_cached_tokens: of these tokens, how many were found in the prefix cache then.
         num_preemptions: how often a request lost its row to others.
         num_draft_tokens, num_accepted_tokens: tokens that the worker guessed, and how many of its guesses were right:
             what rows got beyond one token a step. Counted as the worker answers, so that those count too which come
             behind a request's end and are dropped.
+        num_discarded_tokens: tokens that came behind their request's end.
     """
 
     num_running: int
@@ -31,3 +37,24 @@ class Statistics:
     num_preemptions: int
     num_draft_tokens: int
     num_accepted_tokens: int
+    num_parked: int = 0
+    num_discarded_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """All worker groups together, and each by its number.
+
+    Attributes:
+        num_lost_workers: how often a worker that was ready was lost.
+        num_dropped_results: results of another attach, or of steps that had their answers.
+        num_held: requests at no group: none is ready, or they may have killed a worker and wait for their turn.
+        num_suspects: requests that were in the step when a worker was lost, and got no token since.
+    """
+
+    total: Statistics
+    groups: Mapping[int, Statistics]
+    num_lost_workers: int = 0
+    num_dropped_results: int = 0
+    num_held: int = 0
+    num_suspects: int = 0

@@ -9,10 +9,12 @@ from blockplane.protos.logprobs_wire import logprobs_from_proto, logprobs_to_pro
 from blockplane.protos.model import GenerationDefaults, LayerKVSpec, ModelInfo
 from blockplane.protos.plan import Admission, Configure, Int32Array, StepPlan, StepResult
 from blockplane.protos.sampling_wire import sampling_from_proto, sampling_to_proto
-from blockplane.protos.statistics import Statistics
+from blockplane.protos.statistics import EngineStatistics
 from blockplane.v1 import engine_pb2 as pb
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
+OLDEST_PROTOCOL_VERSION = PROTOCOL_VERSION - 1
+"""What the engine still serves: it is upgraded first, workers and frontends after it."""
 
 
 def plan_to_proto(plan: StepPlan) -> pb.StepPlan:
@@ -82,6 +84,7 @@ def result_to_proto(result: StepResult) -> pb.StepResult:
         token_ids=column_to_bytes(result.token_ids),
         num_tokens=_optional_to_bytes(result.num_tokens),
         num_draft_tokens=result.num_draft_tokens,
+        epoch=result.epoch,
         logprobs=None if result.logprobs is None else logprobs_to_proto(result.logprobs),
         prompt_logprobs=None if result.prompt_logprobs is None else logprobs_to_proto(result.prompt_logprobs),
     )
@@ -95,6 +98,7 @@ def result_from_proto(proto: pb.StepResult) -> StepResult:
         token_ids=token_ids,
         num_tokens=column_from_bytes(proto.num_tokens) if proto.HasField("num_tokens") else None,
         num_draft_tokens=proto.num_draft_tokens,
+        epoch=proto.epoch,
         logprobs=logprobs_from_proto(proto.logprobs, len(token_ids)) if proto.HasField("logprobs") else None,
         prompt_logprobs=logprobs_from_proto(proto.prompt_logprobs) if proto.HasField("prompt_logprobs") else None,
     )
@@ -115,6 +119,10 @@ def configure_to_proto(configure: Configure) -> pb.Configure:
         decode_context_length_buckets=configure.decode_context_length_buckets,
         prefill_multiple_of=configure.prefill_multiple_of,
         num_draft_tokens=configure.num_draft_tokens,
+        epoch=configure.epoch,
+        keeps_kv=configure.keeps_kv,
+        last_step=configure.last_step,
+        heartbeat_milliseconds=configure.heartbeat_milliseconds,
     )
 
 
@@ -133,6 +141,10 @@ def configure_from_proto(proto: pb.Configure) -> Configure:
         decode_context_length_buckets=tuple(proto.decode_context_length_buckets),
         prefill_multiple_of=proto.prefill_multiple_of,
         num_draft_tokens=proto.num_draft_tokens,
+        epoch=proto.epoch,
+        keeps_kv=proto.keeps_kv,
+        last_step=proto.last_step,
+        heartbeat_milliseconds=proto.heartbeat_milliseconds,
     )
 
 
@@ -226,5 +238,16 @@ def layer_from_proto(proto: pb.LayerKVSpec) -> LayerKVSpec:
     )
 
 
-def statistics_to_proto(statistics: Statistics) -> pb.GetStatisticsResponse:
-    return pb.GetStatisticsResponse(**asdict(statistics))
+def statistics_to_proto(statistics: EngineStatistics) -> pb.GetStatisticsResponse:
+    return pb.GetStatisticsResponse(
+        **asdict(statistics.total),
+        num_dropped_results=statistics.num_dropped_results,
+        num_groups=len(statistics.groups),
+        num_lost_workers=statistics.num_lost_workers,
+        num_held=statistics.num_held,
+        num_suspects=statistics.num_suspects,
+        groups=[
+            pb.GroupStatistics(group=number, **asdict(statistics.groups[number]))
+            for number in sorted(statistics.groups)
+        ],
+    )

@@ -20,35 +20,103 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class AttachWorkerRequest(_message.Message):
-    """Worker to engine: a hello, a ready once configured, then one result for each plan, in order."""
+    """Worker to engine: a hello, a ready once configured, then one result for each plan, in order. Between them, from the
+    hello on, a heartbeat wherever nothing else went out for as long as the configuration says, whatever the step does.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HELLO_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
+    FAULT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello: ...
     @_builtins.property
     def ready(self) -> Global___WorkerReady: ...
     @_builtins.property
     def result(self) -> Global___StepResult: ...
+    @_builtins.property
+    def heartbeat(self) -> Global___Heartbeat: ...
+    @_builtins.property
+    def leaving(self) -> Global___Leaving:
+        """The worker was told to stop: it answers what is in flight, and the engine ends the stream once nobody needs it."""
+
+    @_builtins.property
+    def fault(self) -> Global___Fault:
+        """The last message of a stream: the worker cannot do what it was told, and attaches anew."""
+
     def __init__(
         self,
         *,
         hello: Global___WorkerHello | None = ...,
         ready: Global___WorkerReady | None = ...,
         result: Global___StepResult | None = ...,
+        heartbeat: Global___Heartbeat | None = ...,
+        leaving: Global___Leaving | None = ...,
+        fault: Global___Fault | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "message", b"message", "ready", b"ready", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "heartbeat", b"heartbeat", "hello", b"hello", "leaving", b"leaving", "message", b"message", "ready", b"ready", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "message", b"message", "ready", b"ready", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "heartbeat", b"heartbeat", "hello", b"hello", "leaving", b"leaving", "message", b"message", "ready", b"ready", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "ready", "result"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "ready", "result", "heartbeat", "leaving", "fault"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___AttachWorkerRequest: _TypeAlias = AttachWorkerRequest  # noqa: Y015
+
+@_typing.final
+class Heartbeat(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class Leaving(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Leaving: _TypeAlias = Leaving  # noqa: Y015
+
+@_typing.final
+class Fault(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    message: _builtins.str
+    """A sentence for the engine's log."""
+    def __init__(
+        self,
+        *,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fault: _TypeAlias = Fault  # noqa: Y015
 
 @_typing.final
 class AttachWorkerResponse(_message.Message):
@@ -87,9 +155,20 @@ class WorkerHello(_message.Message):
     LAYERS_FIELD_NUMBER: _builtins.int
     AVAILABLE_MEMORY_FIELD_NUMBER: _builtins.int
     BUCKET_RULES_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    LAST_EPOCH_FIELD_NUMBER: _builtins.int
+    LAST_STEP_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     available_memory: _builtins.int
     """Bytes that the worker can give to KV."""
+    model_fingerprint: _builtins.bytes
+    """Of the model's tensors: groups that serve one model have the same."""
+    boot_id: _builtins.int
+    """Drawn when the process started: the same as long as its KV may still be there."""
+    last_epoch: _builtins.int
+    """Of the last attach, and the last step that it executed then; 0 = there was none."""
+    last_step: _builtins.int
     @_builtins.property
     def model(self) -> Global___ModelInfo: ...
     @_builtins.property
@@ -104,10 +183,14 @@ class WorkerHello(_message.Message):
         layers: _abc.Iterable[Global___LayerKVSpec] | None = ...,
         available_memory: _builtins.int = ...,
         bucket_rules: Global___BucketRules | None = ...,
+        model_fingerprint: _builtins.bytes = ...,
+        boot_id: _builtins.int = ...,
+        last_epoch: _builtins.int = ...,
+        last_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bucket_rules", b"bucket_rules", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_memory", b"available_memory", "bucket_rules", b"bucket_rules", "layers", b"layers", "model", b"model", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_memory", b"available_memory", "boot_id", b"boot_id", "bucket_rules", b"bucket_rules", "last_epoch", b"last_epoch", "last_step", b"last_step", "layers", b"layers", "model", b"model", "model_fingerprint", b"model_fingerprint", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -319,6 +402,10 @@ class Configure(_message.Message):
     DECODE_CONTEXT_LENGTH_BUCKETS_FIELD_NUMBER: _builtins.int
     PREFILL_MULTIPLE_OF_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    KEEPS_KV_FIELD_NUMBER: _builtins.int
+    LAST_STEP_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_MILLISECONDS_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
     num_blocks: _builtins.int
     """The null block included."""
@@ -327,6 +414,14 @@ class Configure(_message.Message):
     """0 = unsegmented prefill."""
     prefill_multiple_of: _builtins.int
     num_draft_tokens: _builtins.int
+    epoch: _builtins.int
+    """Drawn for this attach; every result names it."""
+    keeps_kv: _builtins.bool
+    """Rows start anew, and what the KV cache held in last_epoch is still there."""
+    last_step: _builtins.int
+    """Plans are numbered from the next on."""
+    heartbeat_milliseconds: _builtins.int
+    """0 = send none."""
     @_builtins.property
     def num_batched_tokens_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -351,10 +446,14 @@ class Configure(_message.Message):
         decode_context_length_buckets: _abc.Iterable[_builtins.int] | None = ...,
         prefill_multiple_of: _builtins.int = ...,
         num_draft_tokens: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        keeps_kv: _builtins.bool = ...,
+        last_step: _builtins.int = ...,
+        heartbeat_milliseconds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "decode_context_length_buckets", b"decode_context_length_buckets", "kv_cache_groups", b"kv_cache_groups", "kv_cache_tensors", b"kv_cache_tensors", "kv_segment_size", b"kv_segment_size", "max_model_len", b"max_model_len", "num_batched_tokens_buckets", b"num_batched_tokens_buckets", "num_blocks", b"num_blocks", "num_draft_tokens", b"num_draft_tokens", "num_seqs_buckets", b"num_seqs_buckets", "prefill_multiple_of", b"prefill_multiple_of"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "decode_context_length_buckets", b"decode_context_length_buckets", "epoch", b"epoch", "heartbeat_milliseconds", b"heartbeat_milliseconds", "keeps_kv", b"keeps_kv", "kv_cache_groups", b"kv_cache_groups", "kv_cache_tensors", b"kv_cache_tensors", "kv_segment_size", b"kv_segment_size", "last_step", b"last_step", "max_model_len", b"max_model_len", "num_batched_tokens_buckets", b"num_batched_tokens_buckets", "num_blocks", b"num_blocks", "num_draft_tokens", b"num_draft_tokens", "num_seqs_buckets", b"num_seqs_buckets", "prefill_multiple_of", b"prefill_multiple_of"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -418,7 +517,7 @@ class StepPlan(_message.Message):
     DECODE_ROWS_FIELD_NUMBER: _builtins.int
     DECODE_NUM_TOKENS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """1, 2, 3, ... from the attach on."""
+    """One more with each plan, from the configuration's last_step on."""
     released_rows: _builtins.bytes
     block_rows: _builtins.bytes
     """One entry per new logical block of a row."""
@@ -599,6 +698,7 @@ class StepResult(_message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     token_ids: _builtins.bytes
     """The new ids of each decode row, then one for each prefill segment that reached its request's last token; -1 = the
@@ -608,6 +708,8 @@ class StepResult(_message.Message):
     """How many ids each decode row got; absent = 1 each."""
     num_draft_tokens: _builtins.int
     """Drafts that the step computed, accepted or not."""
+    epoch: _builtins.int
+    """The attach that the plan came with."""
     @_builtins.property
     def logprobs(self) -> Global___Logprobs:
         """Of token_ids; absent = nobody asks."""
@@ -627,16 +729,74 @@ class StepResult(_message.Message):
         num_draft_tokens: _builtins.int = ...,
         logprobs: Global___Logprobs | None = ...,
         prompt_logprobs: Global___Logprobs | None = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens", "logprobs", b"logprobs", "num_draft_tokens", b"num_draft_tokens", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens", "epoch", b"epoch", "logprobs", b"logprobs", "num_draft_tokens", b"num_draft_tokens", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_tokens: _TypeAlias = _typing.Literal["num_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_tokens: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_tokens) -> _WhichOneofReturnType__num_tokens | None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
+
+@_typing.final
+class RecordEntry(_message.Message):
+    """A worker's record is a file of these, each behind its length, a little-endian uint32. An attach is followed by its
+    plans, each of them by its result; a plan without one was not answered.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTACH_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def attach(self) -> Global___RecordedAttach: ...
+    @_builtins.property
+    def plan(self) -> Global___StepPlan: ...
+    @_builtins.property
+    def result(self) -> Global___StepResult: ...
+    def __init__(
+        self,
+        *,
+        attach: Global___RecordedAttach | None = ...,
+        plan: Global___StepPlan | None = ...,
+        result: Global___StepResult | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "entry", b"entry", "plan", b"plan", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "entry", b"entry", "plan", b"plan", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_entry: _TypeAlias = _typing.Literal["attach", "plan", "result"]  # noqa: Y015
+    _WhichOneofArgType_entry: _TypeAlias = _typing.Literal["entry", b"entry"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_entry) -> _WhichOneofReturnType_entry | None: ...
+
+Global___RecordEntry: _TypeAlias = RecordEntry  # noqa: Y015
+
+@_typing.final
+class RecordedAttach(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    CONFIGURE_FIELD_NUMBER: _builtins.int
+    model_fingerprint: _builtins.bytes
+    @_builtins.property
+    def configure(self) -> Global___Configure: ...
+    def __init__(
+        self,
+        *,
+        model_fingerprint: _builtins.bytes = ...,
+        configure: Global___Configure | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["configure", b"configure"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["configure", b"configure", "model_fingerprint", b"model_fingerprint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordedAttach: _TypeAlias = RecordedAttach  # noqa: Y015
 
 @_typing.final
 class Logprobs(_message.Message):
@@ -678,14 +838,24 @@ class AttachFrontendRequest(_message.Message):
     SUBMISSIONS_FIELD_NUMBER: _builtins.int
     ABORTED_STREAM_IDS_FIELD_NUMBER: _builtins.int
     ABORTED_REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    PARKED_STREAM_IDS_FIELD_NUMBER: _builtins.int
+    UNPARKED_STREAM_IDS_FIELD_NUMBER: _builtins.int
+    RESUMPTIONS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     aborted_stream_ids: _builtins.bytes
     """Streams that their clients left."""
+    parked_stream_ids: _builtins.bytes
+    """Streams whose clients read too slowly: they get no more tokens until they are named in the second of these."""
+    unparked_stream_ids: _builtins.bytes
     @_builtins.property
     def submissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Submission]: ...
     @_builtins.property
     def aborted_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Requests that somebody asked to end, whichever frontend holds their streams."""
+
+    @_builtins.property
+    def resumptions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Resumption]:
+        """Requests of earlier streams, whose rest goes to new ones."""
 
     def __init__(
         self,
@@ -694,14 +864,44 @@ class AttachFrontendRequest(_message.Message):
         submissions: _abc.Iterable[Global___Submission] | None = ...,
         aborted_stream_ids: _builtins.bytes = ...,
         aborted_request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        parked_stream_ids: _builtins.bytes = ...,
+        unparked_stream_ids: _builtins.bytes = ...,
+        resumptions: _abc.Iterable[Global___Resumption] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_request_ids", b"aborted_request_ids", "aborted_stream_ids", b"aborted_stream_ids", "protocol_version", b"protocol_version", "submissions", b"submissions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_request_ids", b"aborted_request_ids", "aborted_stream_ids", b"aborted_stream_ids", "parked_stream_ids", b"parked_stream_ids", "protocol_version", b"protocol_version", "resumptions", b"resumptions", "submissions", b"submissions", "unparked_stream_ids", b"unparked_stream_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttachFrontendRequest: _TypeAlias = AttachFrontendRequest  # noqa: Y015
+
+@_typing.final
+class Resumption(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
+    stream_id: _builtins.int
+    """As of a submission: the i-th sample goes to stream stream_id + i."""
+    request_id: _builtins.str
+    caller: _builtins.str
+    """Whoever asks; a request belongs to its caller."""
+    def __init__(
+        self,
+        *,
+        stream_id: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        caller: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "request_id", b"request_id", "stream_id", b"stream_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resumption: _TypeAlias = Resumption  # noqa: Y015
 
 @_typing.final
 class Submission(_message.Message):
@@ -716,6 +916,8 @@ class Submission(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     SKIP_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
+    FRONTEND_STATE_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.int
     """The frontend's own number for the stream, never used twice within an attach."""
     request_id: _builtins.str
@@ -726,6 +928,10 @@ class Submission(_message.Message):
     priority: _builtins.int
     timeout_seconds: _builtins.float
     skip_prefix_cache: _builtins.bool
+    caller: _builtins.str
+    """Whoever asks, as the frontend knows them; empty = anybody."""
+    frontend_state: _builtins.bytes
+    """What the frontend needs to serve the rest if the stream is resumed; nobody else looks into it."""
     @_builtins.property
     def sampling(self) -> Global___SamplingSettings: ...
     def __init__(
@@ -740,10 +946,12 @@ class Submission(_message.Message):
         priority: _builtins.int = ...,
         timeout_seconds: _builtins.float | None = ...,
         skip_prefix_cache: _builtins.bool = ...,
+        caller: _builtins.str = ...,
+        frontend_state: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds", "sampling", b"sampling", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds", "cache_salt", b"cache_salt", "num_samples", b"num_samples", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "skip_prefix_cache", b"skip_prefix_cache", "stream_id", b"stream_id", "timeout_seconds", b"timeout_seconds", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds", "cache_salt", b"cache_salt", "caller", b"caller", "frontend_state", b"frontend_state", "num_samples", b"num_samples", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "skip_prefix_cache", b"skip_prefix_cache", "stream_id", b"stream_id", "timeout_seconds", b"timeout_seconds", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout_seconds: _TypeAlias = _typing.Literal["timeout_seconds"]  # noqa: Y015
     _WhichOneofArgType__timeout_seconds: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds"]  # noqa: Y015
@@ -764,6 +972,7 @@ class AttachFrontendResponse(_message.Message):
     ENDINGS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
     stream_ids: _builtins.bytes
     """One entry per stream that got tokens: its id, how many (absent = 1 each), and all their ids end to end."""
     num_tokens: _builtins.bytes
@@ -784,6 +993,10 @@ class AttachFrontendResponse(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]:
         """Of streams' prompts, each in order of its tokens."""
 
+    @_builtins.property
+    def resumed(self) -> _containers.RepeatedCompositeFieldContainer[Global___Resumed]:
+        """Streams that are resumed, before their first new tokens."""
+
     def __init__(
         self,
         *,
@@ -794,10 +1007,11 @@ class AttachFrontendResponse(_message.Message):
         endings: _abc.Iterable[Global___Ending] | None = ...,
         logprobs: Global___Logprobs | None = ...,
         prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
+        resumed: _abc.Iterable[Global___Resumed] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "serving", b"serving"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens", "endings", b"endings", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "serving", b"serving", "stream_ids", b"stream_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens", "endings", b"endings", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "resumed", b"resumed", "serving", b"serving", "stream_ids", b"stream_ids", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_tokens: _TypeAlias = _typing.Literal["num_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_tokens: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens"]  # noqa: Y015
@@ -829,6 +1043,40 @@ class PromptLogprobs(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
+
+@_typing.final
+class Resumed(_message.Message):
+    """One sample of a resumed request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    FRONTEND_STATE_FIELD_NUMBER: _builtins.int
+    stream_id: _builtins.int
+    token_ids: _builtins.bytes
+    """Prompt and output so far."""
+    num_prompt_tokens: _builtins.int
+    num_samples: _builtins.int
+    frontend_state: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        stream_id: _builtins.int = ...,
+        token_ids: _builtins.bytes = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        num_samples: _builtins.int = ...,
+        frontend_state: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frontend_state", b"frontend_state", "num_prompt_tokens", b"num_prompt_tokens", "num_samples", b"num_samples", "stream_id", b"stream_id", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resumed: _TypeAlias = Resumed  # noqa: Y015
 
 @_typing.final
 class ServingState(_message.Message):
@@ -915,11 +1163,14 @@ class WatchKVEventsResponse(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Drawn at random whenever a worker attaches: all that was known of another epoch is void."""
     sequence: _builtins.int
     """1, 2, 3, ... within the epoch; the first message that a watcher gets may have any number."""
     block_size: _builtins.int
+    group: _builtins.int
+    """The worker group whose cache it is; each has epochs of its own."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVEvent]: ...
     def __init__(
@@ -929,10 +1180,11 @@ class WatchKVEventsResponse(_message.Message):
         sequence: _builtins.int = ...,
         block_size: _builtins.int = ...,
         events: _abc.Iterable[Global___KVEvent] | None = ...,
+        group: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "events", b"events", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "events", b"events", "group", b"group", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1081,7 +1333,7 @@ Global___GetStatisticsRequest: _TypeAlias = GetStatisticsRequest  # noqa: Y015
 
 @_typing.final
 class GetStatisticsResponse(_message.Message):
-    """How it stands now, and what was counted since the worker attached."""
+    """How it stands now, and what was counted since the engine started: of all worker groups together."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1096,6 +1348,14 @@ class GetStatisticsResponse(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PARKED_FIELD_NUMBER: _builtins.int
+    NUM_DISCARDED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_DROPPED_RESULTS_FIELD_NUMBER: _builtins.int
+    NUM_GROUPS_FIELD_NUMBER: _builtins.int
+    NUM_LOST_WORKERS_FIELD_NUMBER: _builtins.int
+    NUM_HELD_FIELD_NUMBER: _builtins.int
+    NUM_SUSPECTS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_waiting_tokens: _builtins.int
@@ -1111,10 +1371,24 @@ class GetStatisticsResponse(_message.Message):
     num_draft_tokens: _builtins.int
     """Tokens that workers guessed, and how many of the guesses were right: each is a token more than a step gives a row."""
     num_accepted_tokens: _builtins.int
+    num_parked: _builtins.int
+    """Requests that neither run nor wait, since their clients do not read."""
+    num_discarded_tokens: _builtins.int
+    """Tokens that came behind their request's end: what running ahead of the answers costs."""
+    num_dropped_results: _builtins.int
+    """Results of another attach, or of steps that had their answers."""
+    num_groups: _builtins.int
+    """Ready now, and how often one was lost."""
+    num_lost_workers: _builtins.int
+    num_held: _builtins.int
+    """Requests that are at no worker group, and those that were in the step when a worker was lost and got no token since."""
+    num_suspects: _builtins.int
     @_builtins.property
     def num_common_prefix_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Per KV cache group, leading blocks that all running requests share."""
+        """Per KV cache group, leading blocks that all running requests share; empty unless there is one worker group."""
 
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupStatistics]: ...
     def __init__(
         self,
         *,
@@ -1129,11 +1403,80 @@ class GetStatisticsResponse(_message.Message):
         num_preemptions: _builtins.int = ...,
         num_draft_tokens: _builtins.int = ...,
         num_accepted_tokens: _builtins.int = ...,
+        num_parked: _builtins.int = ...,
+        num_discarded_tokens: _builtins.int = ...,
+        num_dropped_results: _builtins.int = ...,
+        num_groups: _builtins.int = ...,
+        num_lost_workers: _builtins.int = ...,
+        num_held: _builtins.int = ...,
+        num_suspects: _builtins.int = ...,
+        groups: _abc.Iterable[Global___GroupStatistics] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_cache_usage", b"kv_cache_usage", "num_accepted_tokens", b"num_accepted_tokens", "num_admitted", b"num_admitted", "num_cached_tokens", b"num_cached_tokens", "num_common_prefix_blocks", b"num_common_prefix_blocks", "num_draft_tokens", b"num_draft_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "kv_cache_usage", b"kv_cache_usage", "num_accepted_tokens", b"num_accepted_tokens", "num_admitted", b"num_admitted", "num_cached_tokens", b"num_cached_tokens", "num_common_prefix_blocks", b"num_common_prefix_blocks", "num_discarded_tokens", b"num_discarded_tokens", "num_draft_tokens", b"num_draft_tokens", "num_dropped_results", b"num_dropped_results", "num_groups", b"num_groups", "num_held", b"num_held", "num_lost_workers", b"num_lost_workers", "num_parked", b"num_parked", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_suspects", b"num_suspects", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatisticsResponse: _TypeAlias = GetStatisticsResponse  # noqa: Y015
+
+@_typing.final
+class GroupStatistics(_message.Message):
+    """The same of one worker group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_CACHE_USAGE_FIELD_NUMBER: _builtins.int
+    NUM_COMMON_PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_ADMITTED_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PARKED_FIELD_NUMBER: _builtins.int
+    NUM_DISCARDED_TOKENS_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    num_running: _builtins.int
+    num_waiting: _builtins.int
+    num_waiting_tokens: _builtins.int
+    kv_cache_usage: _builtins.float
+    num_admitted: _builtins.int
+    num_prompt_tokens: _builtins.int
+    num_cached_tokens: _builtins.int
+    num_preemptions: _builtins.int
+    num_draft_tokens: _builtins.int
+    num_accepted_tokens: _builtins.int
+    num_parked: _builtins.int
+    num_discarded_tokens: _builtins.int
+    @_builtins.property
+    def num_common_prefix_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        num_running: _builtins.int = ...,
+        num_waiting: _builtins.int = ...,
+        num_waiting_tokens: _builtins.int = ...,
+        kv_cache_usage: _builtins.float = ...,
+        num_common_prefix_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        num_admitted: _builtins.int = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
+        num_preemptions: _builtins.int = ...,
+        num_draft_tokens: _builtins.int = ...,
+        num_accepted_tokens: _builtins.int = ...,
+        num_parked: _builtins.int = ...,
+        num_discarded_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "kv_cache_usage", b"kv_cache_usage", "num_accepted_tokens", b"num_accepted_tokens", "num_admitted", b"num_admitted", "num_cached_tokens", b"num_cached_tokens", "num_common_prefix_blocks", b"num_common_prefix_blocks", "num_discarded_tokens", b"num_discarded_tokens", "num_draft_tokens", b"num_draft_tokens", "num_parked", b"num_parked", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupStatistics: _TypeAlias = GroupStatistics  # noqa: Y015

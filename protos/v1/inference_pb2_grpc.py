@@ -40,6 +40,11 @@ class InferenceStub:
                 request_serializer=blockplane_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=blockplane_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_stream(
+                '/blockplane.v1.Inference/Resume',
+                request_serializer=blockplane_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=blockplane_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/blockplane.v1.Inference/Abort',
                 request_serializer=blockplane_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
@@ -64,6 +69,14 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Resume(self, request, context):
+        """Streams the rest of a request whose stream broke, exactly once, where the server keeps a journal; the same messages
+        as those of Generate. Ids belong to their caller.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Abort(self, request, context):
         """Ends a request by its id, from any connection: the open stream ends CANCELLED. Unknown and ended ids are fine.
         """
@@ -83,6 +96,11 @@ def add_InferenceServicer_to_server(servicer, server):
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
                     request_deserializer=blockplane_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=blockplane_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_stream_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=blockplane_dot_v1_dot_inference__pb2.ResumeRequest.FromString,
                     response_serializer=blockplane_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
@@ -123,6 +141,33 @@ class Inference:
             target,
             '/blockplane.v1.Inference/Generate',
             blockplane_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+            blockplane_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/blockplane.v1.Inference/Resume',
+            blockplane_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
             blockplane_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,

@@ -37,6 +37,10 @@ class InferenceStub:
     """Streams the continuations of one prompt, one by default. A request is validated and admitted before the first
     message, so a refusal is the call's status; each sample's last message carries its finish reason and usage.
     """
+    Resume: _grpc.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.GenerateResponse]
+    """Streams the rest of a request whose stream broke, exactly once, where the server keeps a journal; the same messages
+    as those of Generate. Ids belong to their caller.
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
     """Ends a request by its id, from any connection: the open stream ends CANCELLED. Unknown and ended ids are fine."""
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelInfoRequest, _inference_pb2.GetModelInfoResponse]
@@ -49,6 +53,10 @@ class InferenceAsyncStub(InferenceStub):
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Streams the continuations of one prompt, one by default. A request is validated and admitted before the first
     message, so a refusal is the call's status; each sample's last message carries its finish reason and usage.
+    """
+    Resume: _aio.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
+    """Streams the rest of a request whose stream broke, exactly once, where the server keeps a journal; the same messages
+    as those of Generate. Ids belong to their caller.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends a request by its id, from any connection: the open stream ends CANCELLED. Unknown and ended ids are fine."""
@@ -65,6 +73,16 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
         """Streams the continuations of one prompt, one by default. A request is validated and admitted before the first
         message, so a refusal is the call's status; each sample's last message carries its finish reason and usage.
+        """
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _inference_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
+        """Streams the rest of a request whose stream broke, exactly once, where the server keeps a journal; the same messages
+        as those of Generate. Ids belong to their caller.
         """
 
     @_abc_1.abstractmethod

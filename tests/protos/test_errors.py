@@ -12,13 +12,18 @@ STATUS_OF = {
     "BlockplaneError": grpc.StatusCode.INTERNAL,
     "InvalidRequestError": grpc.StatusCode.INVALID_ARGUMENT,
     "CapacityError": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "RetryableError": grpc.StatusCode.INTERNAL,
     "UnavailableError": grpc.StatusCode.UNAVAILABLE,
     "DuplicateError": grpc.StatusCode.ALREADY_EXISTS,
     "ConfigurationError": grpc.StatusCode.FAILED_PRECONDITION,
     "ModelError": grpc.StatusCode.FAILED_PRECONDITION,
     "ProtocolError": grpc.StatusCode.INTERNAL,
     "ModelOutputError": grpc.StatusCode.INTERNAL,
+    "ReplayError": grpc.StatusCode.INTERNAL,
     "AbortedError": grpc.StatusCode.CANCELLED,
+    "NotFoundError": grpc.StatusCode.NOT_FOUND,
+    "DataLossError": grpc.StatusCode.DATA_LOSS,
+    "WorkerKilledError": grpc.StatusCode.INTERNAL,
     "DeadlineError": grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 CLASSES = dict(inspect.getmembers(errors, inspect.isclass))
