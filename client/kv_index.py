@@ -1,4 +1,4 @@
-"""A router's mirror of what one engine's prefix cache holds, kept by the engine's KV events; knows no connection."""
+"""A router's mirror of what one engine's prefix caches hold, kept by the engine's KV events; knows no connection."""
 
 from collections.abc import Sequence
 
@@ -17,6 +17,34 @@ class KVIndex:
     """
 
     def __init__(self) -> None:
+        self._groups: dict[int, GroupIndex] = {}
+
+    def __len__(self) -> int:
+        """Blocks that the engine's worker groups hold, all together."""
+        return sum(map(len, self._groups.values()))
+
+    def apply(self, batch: KVEventBatch) -> bool:
+        """Fold a batch in; one of an older epoch of its group, or that came before, changes nothing.
+
+        Returns:
+            False where batches before this one are missing. Nothing has changed then; watch anew, since the first
+            batches of a new call have all that is cached.
+        """
+        return self._groups.setdefault(batch.group, GroupIndex()).apply(batch)
+
+    def longest_prefix(self, token_ids: Sequence[int] | Int32Array) -> int:
+        """How many leading tokens the worker group has cached that has the most of them."""
+        return max(self.longest_prefixes(token_ids).values(), default=0)
+
+    def longest_prefixes(self, token_ids: Sequence[int] | Int32Array) -> dict[int, int]:
+        """By worker group, how many leading tokens are cached: whole blocks, all of `token_ids` included."""
+        return {number: group.longest_prefix(token_ids) for number, group in self._groups.items()}
+
+
+class GroupIndex:
+    """What one worker group's cache holds."""
+
+    def __init__(self) -> None:
         self._epoch: int | None = None
         self._past_epochs: set[int] = set()
         self._sequence = 0
@@ -26,16 +54,11 @@ class KVIndex:
         self._hashes: dict[tuple[int | None, bytes], int] = {}
 
     def __len__(self) -> int:
-        """Blocks that the engine holds."""
+        """Blocks that the group holds."""
         return len(self._blocks)
 
     def apply(self, batch: KVEventBatch) -> bool:
-        """Fold a batch in; one of an older epoch, or that came before, changes nothing.
-
-        Returns:
-            False where batches before this one are missing. Nothing has changed then; watch anew, since the first batch
-            of a new call has all that is cached.
-        """
+        """As `KVIndex.apply`, of this group's batches."""
         if batch.epoch in self._past_epochs or (batch.epoch == self._epoch and batch.sequence <= self._sequence):
             return True
         is_next = batch.epoch == self._epoch and batch.sequence == self._sequence + 1
@@ -49,7 +72,7 @@ class KVIndex:
         return True
 
     def longest_prefix(self, token_ids: Sequence[int] | Int32Array) -> int:
-        """How many leading tokens the engine has cached: whole blocks, all of `token_ids` included."""
+        """How many leading tokens the group has cached: whole blocks, all of `token_ids` included."""
         if not self._block_size:
             return 0
         if not self._blocks:

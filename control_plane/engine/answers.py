@@ -23,7 +23,8 @@ class Answers:
     """The confirming half of a scheduler, on the scheduler's own rows, blocks and queue.
 
     Attributes:
-        num_draft_tokens, num_accepted_tokens: of all answers, what `Statistics` says of them.
+        num_draft_tokens, num_accepted_tokens, num_discarded_tokens: of all answers, what `Statistics` says of
+            them.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Answers:
     ) -> None:
         """`end` takes a request out of rows and queue."""
         self._rows, self._blocks, self._waiting, self._stops, self._end = rows, blocks, waiting, stops, end
-        self.num_draft_tokens = self.num_accepted_tokens = 0
+        self.num_draft_tokens = self.num_accepted_tokens = self.num_discarded_tokens = 0
 
     def take(self, plan: InFlight | None, result: StepResult, *, all_have_rows: bool) -> StepOutputs:
         """Fold an answer in. `all_have_rows`: no request of the plan has lost its row since.
@@ -124,6 +125,7 @@ class Answers:
                 self._blocks.distrust(row)
             rows.num_tokens[row] = start + kept
             num_dropped.append(stop - start - kept)
+            self.num_discarded_tokens += stop - start - kept
             finished.append(Finished(request, outcome))
             self._end(request)
         return outputs.ending(finished, num_dropped)
@@ -167,17 +169,23 @@ class Answers:
         counts: Int32Array | None,
         logprobs: Logprobs | None,
     ) -> StepOutputs:
-        """Give their tokens to requests that wait again; those that have ended get none."""
+        """Give their tokens to requests that wait again or are parked; those that have ended get none."""
         news, finished = [], []
         stop = 0
         for request, count in zip(requests, [1] * len(requests) if counts is None else counts.tolist(), strict=True):
             start, stop = stop, stop + count
+            if request.ended:
+                self.num_discarded_tokens += count
             if request.ended or request.row is not None:
                 continue
             tokens = token_ids[start:stop].tolist()
             kept, outcome = self._outcome(request, request.num_tokens, tokens)
+            self.num_discarded_tokens += count - kept
             for index, token_id in enumerate(tokens[:kept], start):
-                self._waiting.append_token(request, token_id)
+                if request.is_parked:
+                    request.append(token_id)
+                else:
+                    self._waiting.append_token(request, token_id)
                 news.append((request.owner, request.stream_id, index))
             if outcome is not None:
                 if isinstance(outcome, ModelOutputError):

@@ -205,10 +205,13 @@ class KVBlocks:
         """Let nobody find what a failed row's blocks hold."""
         self.cache.forget(self._held(row))
 
-    def distrust_keys(self, request: Request) -> None:
-        """The same for a request whose blocks are not its own any more."""
+    def distrust_keys(self, request: Request, start: int = 0, stop: int | None = None) -> None:
+        """The same for a request whose blocks may not be its own any more: its logical blocks `start` to `stop` - 1,
+        or all.
+        """
+        keys = request.keys[start + 1 : None if stop is None else stop + 1]
         for number in range(len(self.kinds)):
-            self.cache.forget(np.fromiter(chain.from_iterable(self.cache.holders(number, request.keys)), np.int32))
+            self.cache.forget(np.fromiter(chain.from_iterable(self.cache.holders(number, keys)), np.int32))
 
     def num_common_prefix_blocks(self, rows: IntArray) -> list[int]:
         """Per group, leading blocks that all `rows` have in common (seed 002, `SchedulerOutput`)."""

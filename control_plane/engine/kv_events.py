@@ -55,19 +55,22 @@ class KVWatcher:
 
 
 class KVEventFeed:
-    """Hears from the cache of one worker group, from its attach to its loss, and tells the watchers: a `CacheWatcher`.
+    """Hears from the cache of one worker group and, while its worker is there, tells the watchers: a `CacheWatcher`.
 
     A block can be found as soon as a plan fills it, but whoever watches is to know only what is computed: changes wait,
     in order, for the answer to the plan that they were made with. What is told then is kept here too, so that a new
     watcher can be told all of it.
     """
 
-    def __init__(self, block_size: int, watchers: Collection[KVWatcher]) -> None:
+    def __init__(self, block_size: int, watchers: Collection[KVWatcher], group: int = 0) -> None:
         """Begin a new epoch. `watchers` is read whenever there is something to tell; their owner changes it."""
         self._block_size = block_size
         self._watchers = watchers
+        self._group = group
         self._epoch = secrets.randbits(64)
         self._sequence = 0
+        self._is_away = False
+        """The worker is: then the watchers know of nothing, whatever is kept for its return."""
         self._recorded: list[Change] = []
         """Changes since the last mark."""
         self._unanswered: deque[tuple[int, list[Change]]] = deque()
@@ -108,28 +111,40 @@ class KVEventFeed:
 
     def release(self) -> None:
         """Tell all that was recorded, answered or not."""
+        self._tell(self._take_all())
+
+    def suspend(self) -> None:
+        """The worker is gone. What it cached is kept in mind, should it come back; the cache has let go of the rest."""
+        self._fold(self._take_all())
+        self._is_away = True
+        self._send([None])
+
+    def resume(self) -> None:
+        """The worker is back, with all that is cached: a new epoch, which begins with that."""
+        self._fold(self._take_all())
+        self._epoch, self._sequence, self._is_away = secrets.randbits(64), 0, False
+        self._send([None, *self._known.values()])
+
+    def _take_all(self) -> list[Change]:
+        """All that was recorded and not told yet, answered or not."""
         changes = [change for _, made_with_a_plan in self._unanswered for change in made_with_a_plan]
         changes += self._recorded
         self._unanswered.clear()
         self._recorded = []
-        self._tell(changes)
-
-    def close(self) -> None:
-        """The worker is gone, and with it all it held: what is unanswered never will be."""
-        self._unanswered.clear()
-        self._recorded = []
-        self._tell([None])
+        return changes
 
     # -- what the watchers hear ----------------------------------------------------------------------------------------
 
     def snapshot(self) -> KVEventBatch:
         """All that the watchers know of, for a new one; the next batch has the next number."""
-        return self._batch([None, *self._known.values()])
+        return self._batch([None] if self._is_away else [None, *self._known.values()])
 
     def _tell(self, changes: list[Change]) -> None:
         changes = self._fold(changes)
-        if not changes:
-            return
+        if changes and not self._is_away:
+            self._send(changes)
+
+    def _send(self, changes: list[Change]) -> None:
         self._sequence += 1
         if self._watchers:
             batch = self._batch(changes)
@@ -152,7 +167,7 @@ class KVEventFeed:
         return news
 
     def _batch(self, changes: Iterable[Change]) -> KVEventBatch:
-        return KVEventBatch(self._epoch, self._sequence, self._block_size, tuple(_events(changes)))
+        return KVEventBatch(self._epoch, self._sequence, self._block_size, tuple(_events(changes)), self._group)
 
 
 def _events(changes: Iterable[Change]) -> list[KVEvent]:

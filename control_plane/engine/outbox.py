@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from blockplane.protos.delivery import Delivery, Ending, PromptLogprobs, ServingState
+from blockplane.protos.delivery import Delivery, Ending, PromptLogprobs, Resumed, ServingState
 from blockplane.protos.errors import BlockplaneError
 from blockplane.protos.logprobs import Logprobs, join_told
 from blockplane.protos.plan import NO_ROWS, Int32Array
@@ -24,6 +24,7 @@ class Outbox:
         self._steps: list[_Tokens] = []
         self._one_each = False
         """Whether no stream is gathered twice."""
+        self._resumed: list[Resumed] = []
         self._prompt_logprobs: list[PromptLogprobs] = []
         self._endings: list[Ending] = []
         self._serving: ServingState | None = None
@@ -43,6 +44,10 @@ class Outbox:
             self._one_each = one_each and not self._steps
             self._steps.append((stream_ids, token_ids, logprobs))
 
+    def put_resumed(self, resumed: Resumed) -> None:
+        """Of a stream that nothing was put of before."""
+        self._resumed.append(resumed)
+
     def put_prompt_logprobs(self, told: PromptLogprobs) -> None:
         self._prompt_logprobs.append(told)
 
@@ -54,7 +59,7 @@ class Outbox:
 
     def flush(self) -> None:
         """Let the writer see what was put; called once the next plan is sent, so that delivery never delays it."""
-        if self._steps or self._endings or self._prompt_logprobs or self._serving is not None:
+        if self._steps or self._endings or self._resumed or self._prompt_logprobs or self._serving is not None:
             self._filled.set()
 
     def close(self, error: BlockplaneError) -> None:
@@ -81,7 +86,8 @@ class Outbox:
         prompt_logprobs, self._prompt_logprobs = tuple(self._prompt_logprobs), []
         endings, self._endings = tuple(self._endings), []
         serving, self._serving = self._serving, None
-        return Delivery(stream_ids, num_tokens, token_ids, endings, serving, logprobs, prompt_logprobs)
+        resumed, self._resumed = tuple(self._resumed), []
+        return Delivery(stream_ids, num_tokens, token_ids, endings, serving, logprobs, prompt_logprobs, resumed)
 
 
 def _by_stream(steps: list[_Tokens]) -> tuple[Int32Array, Int32Array, Int32Array, Logprobs | None]:

@@ -176,7 +176,9 @@ class Planner:
         if request.behind is None:
             return False
         leader, num_blocks = request.behind
-        if leader.row is not None and self._rows.num_granted[leader.row] < num_blocks * self._configure.block_size:
+        # Whoever moved to another group computes nothing here.
+        row = leader.row if leader.group == request.group else None
+        if row is not None and self._rows.num_granted[row] < num_blocks * self._configure.block_size:
             return True
         request.behind = None
         return False

@@ -22,6 +22,7 @@ class Request:
         rank: its place in the order of service, less is first: the queue sorts by it and the largest is preempted.
         cache_salt: only requests of the same salt share blocks.
         skip_prefix_cache: it shares none.
+        group: the number of the worker group that it is at; None = it is held until one may serve it.
         row: its row in the worker group, None while it waits.
         keys: the prefix cache's keys of its full blocks, behind that of its root; empty where it shares none.
         num_cached_tokens: prompt tokens whose KV others had computed, when it was first admitted; None before.
@@ -29,6 +30,7 @@ class Request:
             whose log-probabilities were handed out.
         behind: a request that computes the blocks which this one needs next, and how many those are; None = nobody.
         last_step: the last step that may still answer for it while it waits.
+        is_parked: its client does not read; it has no row and does not wait for one either, until that is over.
         ended: nothing of it may be delivered or scheduled any more.
     """
 
@@ -43,12 +45,14 @@ class Request:
     rank: tuple[float, int] = (0.0, 0)
     cache_salt: str = ""
     skip_prefix_cache: bool = False
+    group: int | None = None
     row: int | None = None
     keys: list[bytes] = field(default_factory=list)
     num_cached_tokens: int | None = None
     num_prompt_told: int = 1
     behind: tuple["Request", int] | None = None
     last_step: int = 0
+    is_parked: bool = False
     ended: bool = False
 
     @property

@@ -48,7 +48,7 @@ class Running:
             self.rows.grant_mark[at] = np.minimum(room, self.rows.final_len[at] - 1)
         return grown
 
-    def vacate(self, row: int) -> None:
+    def vacate(self, row: int) -> Request:
         """Take a row from its request, with all that it holds."""
         self.blocks.vacate(row)
         if self.rows.decodes[row]:
@@ -59,6 +59,7 @@ class Running:
         self._stops.forget(request.params.stop_token_ids)
         self._released_rows.append(row)
         self.num_released += 1
+        return request
 
     def has_released(self) -> bool:
         """Whether there are rows that the worker does not know to be free."""
@@ -81,10 +82,14 @@ class Running:
         """Some row was granted all that it may get, or, where it was granted drafts, got less."""
         self._decodes = None
 
+    def filled_by(self, segment: Segment) -> tuple[int, int]:
+        """The first logical block that a segment fills, and the one behind the last."""
+        return segment.start // self.configure.block_size, segment.stop // self.configure.block_size
+
     def complete(self, segment: Segment) -> None:
         """The plan is made: the next one may find the blocks that this segment fills, and decode where it ends."""
         rows, block_size, row = self.rows, self.configure.block_size, segment.row
-        first, past = segment.start // block_size, segment.stop // block_size
+        first, past = self.filled_by(segment)
         tokens = rows.token_ids[row, first * block_size : past * block_size].tobytes()
         self.blocks.publish(segment.request, row, first, past, tokens)
         rows.note_published(row, past, block_size)

@@ -53,6 +53,7 @@ class Scheduler:
         """The steps since the last in which anything but decoding happened; None = there are none."""
         self._in_flight: deque[InFlight] = deque()
         self._last = InFlight(0, NO_ROW_SET, NO_ROW_SET, None, (), 0)
+        self._parked: set[Request] = set()
 
     # -- requests come and go ------------------------------------------------------------------------------------------
 
@@ -65,7 +66,7 @@ class Scheduler:
         """
         self.waiting.check_room(len(requests), sum(request.num_tokens for request in requests))
         for request in requests:
-            self._check_fit(request)
+            self.check_fit(request)
         for request in requests:
             request.rank = self.waiting.rank(request.priority, now)
             self._planner.enqueue(request)
@@ -75,27 +76,78 @@ class Scheduler:
 
         Raises CapacityError and InvalidRequestError as `add` does.
         """
-        self._check_fit(request)
+        self.check_fit(request)
         request.last_step, request.behind = 0, None
-        self._planner.enqueue(request)
+        if request.is_parked:
+            self._parked.add(request)
+        else:
+            self._planner.enqueue(request)
+
+    def give_away(self, num_requests: int) -> list[Request]:
+        """Take the first so many out that wait, so that others serve them; those that an answer may be for stay."""
+        free = [request for request in self.waiting if request.last_step <= self.num_answered][:num_requests]
+        for request in free:
+            self.waiting.remove(request)
+        return free
+
+    def park(self, request: Request) -> None:
+        """Let a request neither run nor wait until `unpark`: it keeps its tokens and its rank, no row and no blocks.
+
+        What it computed stays to be found as long as nobody needs the room, and steps in flight still answer for it.
+        """
+        if request.is_parked or request.ended:
+            return
+        if request.row is None:
+            self.waiting.remove(request)
+        else:
+            self._leave_steady()
+            self._running.vacate(request.row)
+            request.last_step = self._last.step
+        request.is_parked = True
+        self._parked.add(request)
+
+    def unpark(self, request: Request) -> None:
+        """Let a parked request wait at its rank, however long the queue is."""
+        if request in self._parked:
+            self._parked.remove(request)
+            request.is_parked = False
+            self._planner.enqueue(request)
 
     def end(self, request: Request) -> None:
         """Take a request out, wherever it is; its blocks and row are free for the next plan."""
         request.ended = True
-        if request.row is None:
+        if request.is_parked:
+            self._parked.remove(request)
+        elif request.row is None:
             self.waiting.remove(request)
         else:
             self._leave_steady()
             self._running.vacate(request.row)
 
     def unfinished(self) -> list[Request]:
-        """All live requests, without rows or blocks, as the group's loss leaves them: in the order of service."""
+        """Take all live requests out, as the group's loss leaves them: without rows or blocks, in order of service."""
         self._leave_steady()
-        running = [self.rows.request(row) for row in self.rows.occupied()]
-        for request in running:
-            assert request.row is not None
-            self._running.vacate(request.row)
-        return sorted((*running, *self.waiting), key=lambda request: request.rank)
+        running = [self._running.vacate(row) for row in self.rows.occupied().tolist()]
+        parked, self._parked = self._parked, set()
+        return sorted((*running, *self.waiting.take_all(), *parked), key=lambda request: request.rank)
+
+    def lose(self) -> tuple[list[Request], list[Request]]:
+        """The worker is gone, and with it every row and the answers to what is in flight; blocks keep their content.
+
+        What unanswered steps fill is not found any more. Step numbers go on.
+
+        Returns:
+            the live requests as `unfinished` does, and those of them that unanswered steps are for and that go on.
+        """
+        named = {request for plan in self._in_flight for request in plan.requests() if not request.ended}
+        for plan in self._in_flight:
+            for segment in plan.prefills:
+                self.blocks.distrust_keys(segment.request, *self._running.filled_by(segment))
+        unfinished = self.unfinished()
+        self._in_flight.clear()
+        self._running.take_released()
+        self._last = InFlight(self._last.step, NO_ROW_SET, NO_ROW_SET, None, (), self._running.num_released)
+        return unfinished, [request for request in unfinished if request in named and not request.is_parked]
 
     def renew_weights(self) -> None:
         """The model's weights are others from now on: nothing that was cached before is found again."""
@@ -103,11 +155,37 @@ class Scheduler:
         for request in self.waiting:
             self.blocks.enter(request)
 
+    @property
+    def last_step(self) -> int:
+        """The number of the last step that was planned."""
+        return self._last.step
+
+    @property
+    def num_answered(self) -> int:
+        """The number of the last step that was answered: steps are answered in order."""
+        return self._last.step - len(self._in_flight)
+
+    @property
+    def num_tokens_of_oldest(self) -> int:
+        """Tokens that the oldest unanswered step computes, at most; 0 = all are answered."""
+        return self._in_flight[0].num_tokens() if self._in_flight else 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Live requests."""
+        return self.rows.num_running + len(self.waiting) + len(self._parked)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens of all live requests, but for the last few of rows that only decode."""
+        return int(self.rows.num_tokens[self.rows.occupied()].sum()) + self.waiting.num_tokens
+
     def statistics(self) -> Statistics:
         pool = self.blocks.pool
         return Statistics(
             num_running=self.rows.num_running,
             num_waiting=len(self.waiting),
+            num_parked=len(self._parked),
             num_waiting_tokens=self.waiting.num_tokens,
             kv_cache_usage=1 - pool.num_free / pool.num_usable,
             num_common_prefix_blocks=tuple(self.blocks.num_common_prefix_blocks(self.rows.occupied())),
@@ -117,9 +195,11 @@ class Scheduler:
             num_preemptions=self._planner.num_preemptions,
             num_draft_tokens=self._answers.num_draft_tokens,
             num_accepted_tokens=self._answers.num_accepted_tokens,
+            num_discarded_tokens=self._answers.num_discarded_tokens,
         )
 
-    def _check_fit(self, request: Request) -> None:
+    def check_fit(self, request: Request) -> None:
+        """Raise CapacityError or InvalidRequestError for what this group could not compute even alone."""
         max_model_len = self.configure.max_model_len
         if request.num_tokens >= max_model_len:
             raise InvalidRequestError(

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
 from blockplane.control_plane.engine.engine import Engine
+from blockplane.control_plane.engine.hello import Hello
+from blockplane.control_plane.engine.worker_driver import WorkerDriver
 from blockplane.protos import delivery_wire, kv_events_wire, wire
 from blockplane.protos.errors import BlockplaneError, ProtocolError, UnavailableError
-from blockplane.protos.plan import Configure
 from blockplane.v1 import engine_pb2 as pb
 from blockplane.v1.engine_pb2_grpc import EngineServicer
 
@@ -26,55 +26,25 @@ class EngineServer(EngineServicer):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    async def AttachWorker(
+    async def AttachWorker(  # type: ignore[override]
         self,
         request_iterator: AsyncIterator[pb.AttachWorkerRequest],
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[pb.AttachWorkerResponse]:
+    ) -> None:
         try:
-            hello = (await _expect(request_iterator, "hello")).hello
-            _check_version("worker", hello.protocol_version)
-            model = wire.model_info_from_proto(hello.model)
-            layers = [wire.layer_from_proto(layer) for layer in hello.layers]
-            rules = wire.bucket_rules_from_proto(hello.bucket_rules)
-            configure = self._engine.configure_worker(model, layers, hello.available_memory, rules)
+            group = self._engine.attach_worker(await _read_hello(request_iterator))
         except BlockplaneError as error:
-            # A standby asks again and again, and says so itself.
-            level = logging.DEBUG if isinstance(error, UnavailableError) else logging.WARNING
-            logger.log(level, "refused a worker: %s", error)
+            logger.warning("refused a worker: %s", error)
             await context.abort(error.status, str(error))
         try:
-            yield pb.AttachWorkerResponse(configure=wire.configure_to_proto(configure))
-            ready = await _expect(request_iterator, "ready")
-            _check_ready(configure, ready.ready)
-            self._engine.worker_ready(model)
-            logger.info("worker ready: %s, %d blocks of %d", model.name, configure.num_blocks, configure.block_size)
-            async with aclosing(self._drive_steps(request_iterator)) as responses:
-                async for response in responses:
-                    yield response
+            await WorkerDriver(self._engine, group, request_iterator, context).run()
+            logger.info("worker %d has left", group.number)
         except BlockplaneError as error:
             level = logging.INFO if isinstance(error, UnavailableError) else logging.ERROR
-            logger.log(level, "a worker's stream ended: %s", error)
+            logger.log(level, "worker %d is lost: %s", group.number, error)
             await context.abort(error.status, str(error))
         finally:
-            self._engine.detach_worker()
-
-    async def _drive_steps(
-        self, request_iterator: AsyncIterator[pb.AttachWorkerRequest]
-    ) -> AsyncGenerator[pb.AttachWorkerResponse, None]:
-        """Plan, send, and only then deliver what the last step gave; then take the answer."""
-        engine = self._engine
-        while True:
-            engine.work.clear()
-            plan = engine.next_plan()
-            if plan is not None:
-                yield pb.AttachWorkerResponse(plan=wire.plan_to_proto(plan))
-            engine.flush()
-            if plan is None:
-                await engine.work.wait()
-                continue
-            message = await _expect(request_iterator, "result")
-            engine.take_result(wire.result_from_proto(message.result))
+            self._engine.detach_worker(group)
 
     async def AttachFrontend(
         self,
@@ -140,45 +110,29 @@ class EngineServer(EngineServicer):
             await context.abort(error.status, str(error))
 
 
-def _check_version(peer: str, version: int) -> None:
-    if version != wire.PROTOCOL_VERSION:
-        raise ProtocolError(
-            f"the {peer} speaks protocol {version} and the engine {wire.PROTOCOL_VERSION};"
-            " run the same version of Blockplane on both."
-        )
-
-
-async def _expect(messages: AsyncIterator[pb.AttachWorkerRequest], kind: str) -> pb.AttachWorkerRequest:
-    """The next message, which must be of the kind that the protocol has here."""
+async def _read_hello(messages: AsyncIterator[pb.AttachWorkerRequest]) -> Hello:
     message = await anext(messages, None)
     if message is None:
         raise UnavailableError("the worker closed its side of the stream.")
-    if message.WhichOneof("message") != kind:
-        raise ProtocolError(f"expected a {kind} from the worker, got {message.WhichOneof('message')}.")
-    return message
+    if message.WhichOneof("message") != "hello":
+        raise ProtocolError(f"expected a hello from the worker, got {message.WhichOneof('message')}.")
+    hello = message.hello
+    _check_version("worker", hello.protocol_version)
+    return Hello(
+        protocol_version=hello.protocol_version,
+        model=wire.model_info_from_proto(hello.model),
+        layers=tuple(wire.layer_from_proto(layer) for layer in hello.layers),
+        available_memory=hello.available_memory,
+        rules=wire.bucket_rules_from_proto(hello.bucket_rules),
+        model_fingerprint=hello.model_fingerprint,
+        boot_id=hello.boot_id,
+        last_epoch=hello.last_epoch,
+    )
 
 
-def _check_ready(configure: Configure, ready: pb.WorkerReady) -> None:
-    """Refuse a worker that built something else than it was told; the message names both sides' values."""
-    differences = []
-    for name in _MANIFEST:
-        told, built = getattr(configure, name), getattr(ready, name)
-        if isinstance(told, tuple):
-            told, built = list(told), list(built)
-        if told != built:
-            differences.append(f"{name} {told}, and it built {built}")
-    if differences:
+def _check_version(peer: str, version: int) -> None:
+    if not wire.OLDEST_PROTOCOL_VERSION <= version <= wire.PROTOCOL_VERSION:
         raise ProtocolError(
-            f"told the worker to build {'; '.join(differences)}; run the same version of Blockplane on both."
+            f"the {peer} speaks protocol {version} and the engine {wire.OLDEST_PROTOCOL_VERSION} to"
+            f" {wire.PROTOCOL_VERSION}; run the same version of Blockplane on both."
         )
-
-
-_MANIFEST = (
-    "num_blocks",
-    "num_batched_tokens_buckets",
-    "num_seqs_buckets",
-    "decode_context_length_buckets",
-    "kv_segment_size",
-    "num_draft_tokens",
-)
-"""What a worker built, in the names of both messages."""

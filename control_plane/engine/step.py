@@ -120,6 +120,15 @@ class InFlight(NamedTuple):
     prefills: tuple[Segment, ...]
     num_released: int
 
+    def requests(self) -> tuple[Request, ...]:
+        """Whom the step computes for; one that is prefilled to its end is named twice."""
+        return (*self.sampled.requests, *(segment.request for segment in self.prefills))
+
+    def num_tokens(self) -> int:
+        """How many tokens it computes, at most."""
+        num_granted = len(self.decodes.requests) if self.num_granted is None else int(self.num_granted.sum())
+        return num_granted + sum(segment.stop - segment.start for segment in self.prefills)
+
 
 class Finished(NamedTuple):
     """A request's end: by itself, with a reason, or by an error."""
@@ -181,6 +190,9 @@ class StepOutputs(NamedTuple):
             self.finished + other.finished,
             join_told([(len(outputs.token_ids), outputs.logprobs) for outputs in (self, other)]),
         )
+
+
+NO_OUTPUTS = StepOutputs(NO_ROWS, NO_ROWS, NO_ROWS)
 
 
 def _joined(columns: list[Any]) -> Int32Array:

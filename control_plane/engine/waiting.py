@@ -66,6 +66,11 @@ class WaitingQueue:
         del self._requests[index]
         self.num_tokens -= request.num_tokens
 
+    def take_all(self) -> list[Request]:
+        """Remove all."""
+        requests, self._requests, self.num_tokens = self._requests, [], 0
+        return requests
+
     def append_token(self, request: Request, token_id: int) -> None:
         """Give a request that waits a token which was computed before it lost its row."""
         request.append(token_id)

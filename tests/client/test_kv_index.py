@@ -1,5 +1,7 @@
 """A router's mirror of a prefix cache: what it finds, and that old, repeated and missing batches do no harm."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -71,12 +73,12 @@ def test_after_a_reset_nothing_is_found(index: KVIndex) -> None:
 def test_the_same_batch_twice_changes_nothing(index: KVIndex) -> None:
     """Case 44: what came before is not taken back by a copy of what came before that."""
     for event in (BlocksRemoved((2,)), stored([2], [7, 8], parent=1), BlocksRemoved((3,))):
-        sequence = index._sequence + 1
+        sequence = index._groups[0]._sequence + 1
         assert index.apply(batch(sequence, event))
-        before = dict(index._blocks)
+        before = dict(index._groups[0]._blocks)
         assert index.apply(batch(sequence, event))
         assert index.apply(batch(10, CLEARED))
-        assert index._blocks == before
+        assert index._groups[0]._blocks == before
     assert (len(index), index.longest_prefix([5, 6, 7, 8])) == (2, 4)
 
 
@@ -113,3 +115,14 @@ def test_a_new_epoch_is_not_entered_in_its_middle(index: KVIndex) -> None:
     assert not index.apply(batch(11, stored([4], [1, 1]), epoch=2))
     assert index.apply(batch(11, stored([4], [1, 1])))
     assert index.longest_prefix([1, 1]) == 2
+
+
+def test_each_worker_group_has_blocks_epochs_and_gaps_of_its_own() -> None:
+    index = KVIndex()
+    for group in (0, 1):
+        assert index.apply(replace(batch(1, CLEARED, stored([9], [group, group]), epoch=7 + group), group=group))
+    assert (len(index), index.longest_prefixes([1, 1, 1])) == (2, {0: 0, 1: 2})
+    assert index.longest_prefix([0, 0]) == index.longest_prefix([1, 1]) == 2
+    assert not index.apply(batch(3, BlocksRemoved((9,)), epoch=7)), "a batch of group 0 is missing"
+    assert index.apply(replace(batch(2, BlocksRemoved((9,)), epoch=8), group=1)), "and none of group 1"
+    assert (index.longest_prefixes([0, 0]), index.longest_prefix([1, 1])) == ({0: 2, 1: 0}, 0)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from blockplane.control_plane.engine.engine import Engine
+from blockplane.control_plane.engine.hello import Hello
 from blockplane.control_plane.engine.outbox import Outbox
 from blockplane.protos.buckets import BucketRules
 from blockplane.protos.config import load_config
@@ -14,10 +15,10 @@ from blockplane.protos.delivery import Delivery, FrontendBatch, Submission
 from blockplane.protos.model import GenerationDefaults, LayerKVSpec, ModelInfo
 from blockplane.protos.plan import StepPlan, StepResult
 from blockplane.protos.sampling import SamplingParams
+from blockplane.protos.wire import PROTOCOL_VERSION
 
-LAYERS = [LayerKVSpec("layers.0.self_attn", num_kv_heads=1, head_dim=8, dtype="float32")]
+LAYERS = (LayerKVSpec("layers.0.self_attn", num_kv_heads=1, head_dim=8, dtype="float32"),)
 BYTES_PER_BLOCK = 2 * 16 * 8 * 4
-RULES = BucketRules()
 PARAMS = {"max_tokens", "temperature", "seed", "stop_token_ids", "ignore_eos"}
 
 
@@ -34,23 +35,35 @@ class Clock:
 class Worker:
     """Answers an engine's plans: every row that works samples one token. Prompts here are one segment each."""
 
-    def __init__(self, engine: Engine, info: ModelInfo | None = None, num_blocks: int = 50) -> None:
-        info = info or model()
+    def __init__(
+        self, engine: Engine, info: ModelInfo | None = None, num_blocks: int = 50, *, ready: bool = True, **fields: Any
+    ) -> None:
+        """`fields` are the hello's."""
         self.engine = engine
         self.num_decodes = 0
-        engine.configure_worker(info, LAYERS, num_blocks * BYTES_PER_BLOCK, RULES)
-        engine.worker_ready(info)
+        self._num_sampled: dict[int, int] = {}
+        self.group = engine.attach_worker(hello(info or model(), num_blocks, **fields))
+        if ready:
+            engine.worker_ready(self.group)
+
+    def lose(self) -> None:
+        self.engine.detach_worker(self.group)
 
     def plan(self) -> StepPlan | None:
-        plan = self.engine.next_plan()
-        if plan is not None and plan.decode_rows is not None:
-            self.num_decodes = len(plan.decode_rows)
+        plan = self.engine.next_plan(self.group)
+        if plan is not None:
+            if plan.decode_rows is not None:
+                self.num_decodes = len(plan.decode_rows)
+            self._num_sampled[plan.step] = self.num_decodes + len(plan.prefill_rows)
         return plan
 
     def answer(self, plan: StepPlan, token_id: int = 7) -> None:
-        num_sampled = self.num_decodes + len(plan.prefill_rows)
-        self.engine.take_result(StepResult(plan.step, np.full(num_sampled, token_id, np.int32)))
+        self.engine.take_result(self.group, self.result(plan, token_id))
         self.engine.flush()
+
+    def result(self, plan: StepPlan, token_id: int = 7) -> StepResult:
+        token_ids = np.full(self._num_sampled[plan.step], token_id, np.int32)
+        return StepResult(plan.step, token_ids, epoch=self.group.configure.epoch)
 
     def step(self, token_id: int = 7) -> StepPlan | None:
         plan = self.plan()
@@ -85,6 +98,18 @@ class Frontend:
 
 def model(name: str = "m", max_model_len: int = 64) -> ModelInfo:
     return ModelInfo(name, 100, max_model_len, (99,), None, b"", GenerationDefaults())
+
+
+def hello(info: ModelInfo, num_blocks: int = 50, **fields: Any) -> Hello:
+    """A worker with room for so many blocks."""
+    return Hello(PROTOCOL_VERSION, info, LAYERS, num_blocks * BYTES_PER_BLOCK, BucketRules(), **fields)
+
+
+def assert_nothing_is_left(engine: Engine) -> None:
+    """No request lives, and every group that is attached has all its blocks."""
+    pools = [group.scheduler.blocks.pool for group in engine._groups]
+    assert [pool.num_free for pool in pools] == [pool.num_usable for pool in pools]
+    assert (engine._requests, engine._streams, engine.statistics().num_held) == ({}, {}, 0)
 
 
 async def attached(engine: Engine) -> Frontend:

@@ -68,6 +68,10 @@ class NaiveWorker:
             np.array([len(tokens) for tokens in decoded], np.int32) if self.configure.num_draft_tokens else None,
         )
 
+    def lose_rows(self, last_step: int) -> None:
+        """Begin anew behind that step, with the KV that is there."""
+        self.rows, self.decode_rows, self.decode_num_tokens, self.step = {}, [], [], last_step
+
     def _apply(self, plan: StepPlan, *, all_answered: bool) -> None:
         self.step += 1
         assert plan.step == self.step

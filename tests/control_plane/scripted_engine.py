@@ -14,6 +14,7 @@ import numpy as np
 from blockplane.control_plane.frontend.engine_link import EngineLink
 from blockplane.protos import delivery_wire as wire
 from blockplane.protos.channel import PEER_OPTIONS
+from blockplane.protos.config import Config
 from blockplane.protos.delivery import Delivery, Ending, FrontendBatch, ServingState
 from blockplane.protos.errors import BlockplaneError
 from blockplane.protos.model import GenerationDefaults, ModelInfo
@@ -54,11 +55,12 @@ class ScriptedEngine(EngineServicer):
 class Linked:
     """A scripted engine, a link that runs against it, and the models that the link told of."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **settings: Any) -> None:
         self.address = f"unix:{folder}/engine.sock"
+        self.config = Config(engine_address=self.address, **settings)
         self.engine = ScriptedEngine()
         self.models: asyncio.Queue[ModelInfo | None] = asyncio.Queue()
-        self.link = EngineLink(self.address, self.models.put)
+        self.link = EngineLink(self.config, self.models.put)
         self.running = asyncio.create_task(self.link.run())
 
     async def listen(self) -> None:

@@ -1,8 +1,7 @@
 """The engine between frontends and a worker, driven by hand: who is accepted, who gets what, what outlives a worker."""
 
 import numpy as np
-import pytest
-from engine_driver import LAYERS, RULES, Frontend, Worker, attached, in_loop, model, outcomes_of, tokens_of
+from engine_driver import Frontend, Worker, attached, in_loop, model, outcomes_of, tokens_of
 
 from blockplane.control_plane.engine.engine import Engine
 from blockplane.protos.config import load_config
@@ -19,11 +18,11 @@ async def test_a_frontend_hears_which_model_is_served_and_when_none_is(engine: E
     serving = (await frontend.take()).serving
     assert serving is not None
     assert serving.model is None
-    Worker(engine)
+    worker = Worker(engine)
     serving = (await frontend.take()).serving
     assert serving is not None
     assert serving.model == model()
-    engine.detach_worker()
+    worker.lose()
     serving = (await frontend.take()).serving
     assert serving is not None
     assert serving.model is None
@@ -37,13 +36,6 @@ async def test_the_context_that_clients_hear_of_is_the_one_that_is_configured(en
     assert serving is not None
     assert serving.model is not None
     assert serving.model.max_model_len == 32
-
-
-@in_loop
-async def test_a_second_worker_is_told_to_try_again(engine: Engine) -> None:
-    Worker(engine)
-    with pytest.raises(UnavailableError, match="attached already"):
-        engine.configure_worker(model(), LAYERS, 1 << 20, RULES)
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
@@ -187,7 +179,7 @@ async def test_a_lost_worker_s_requests_go_on_at_the_next_with_all_they_have_emi
     frontend.submit(1, "a", max_tokens=3)
     worker.step(token_id=7)
     worker.plan()
-    engine.detach_worker()
+    worker.lose()
     plan = Worker(engine).step(token_id=8)
     assert plan is not None
     assert plan.step == 1
@@ -201,7 +193,7 @@ async def test_a_resumed_request_keeps_the_seed_that_was_drawn_for_it(engine: En
     worker = Worker(engine)
     Frontend(engine).submit(1, "a")
     first = worker.plan()
-    engine.detach_worker()
+    worker.lose()
     second = Worker(engine).plan()
     assert first is not None
     assert second is not None
@@ -211,11 +203,11 @@ async def test_a_resumed_request_keeps_the_seed_that_was_drawn_for_it(engine: En
 @in_loop
 async def test_what_the_next_worker_cannot_hold_ends_and_the_rest_goes_on(engine: Engine) -> None:
     engine = Engine(load_config({"num_blocks": "5"}, {}))
-    Worker(engine)
+    worker = Worker(engine)
     frontend = await attached(engine)
     frontend.submit(1, "long", length=40)
     frontend.submit(2, "short")
-    engine.detach_worker()
+    worker.lose()
     await frontend.take()
     worker = Worker(engine, model(max_model_len=32))
     assert isinstance(outcomes_of(await frontend.take())[1], InvalidRequestError)
@@ -225,10 +217,10 @@ async def test_what_the_next_worker_cannot_hold_ends_and_the_rest_goes_on(engine
 
 @in_loop
 async def test_requests_of_another_model_do_not_go_on(engine: Engine) -> None:
-    Worker(engine)
+    worker = Worker(engine)
     frontend = await attached(engine)
     frontend.submit(1, "a")
-    engine.detach_worker()
+    worker.lose()
     worker = Worker(engine, model("another"))
     outcome = outcomes_of(await frontend.take())[1]
     assert isinstance(outcome, UnavailableError)

@@ -2,19 +2,20 @@
 
 import asyncio
 
-from engine_driver import LAYERS, RULES, Clock, Frontend, Worker, attached, in_loop, model, outcomes_of, tokens_of
+from engine_driver import (
+    Clock,
+    Frontend,
+    Worker,
+    assert_nothing_is_left,
+    attached,
+    in_loop,
+    outcomes_of,
+    tokens_of,
+)
 
 from blockplane.control_plane.engine.engine import Engine
 from blockplane.protos.config import load_config
 from blockplane.protos.errors import AbortedError, DeadlineError, UnavailableError
-
-
-def assert_nothing_is_left(engine: Engine) -> None:
-    assert engine._scheduler is not None
-    pool = engine._scheduler.blocks.pool
-    assert pool.num_free == pool.num_usable
-    assert (engine._requests, engine._streams, engine._held) == ({}, {}, [])
-
 
 # -- aborts ------------------------------------------------------------------------------------------------------------
 
@@ -81,10 +82,10 @@ async def test_a_frontend_that_is_gone_takes_its_requests_with_it(engine: Engine
 
 @in_loop
 async def test_a_request_may_be_aborted_while_no_worker_is_there(engine: Engine) -> None:
-    Worker(engine)
+    worker = Worker(engine)
     frontend = await attached(engine)
     frontend.submit(1, "a")
-    engine.detach_worker()
+    worker.lose()
     frontend.send(aborted_request_ids=("a",))
     assert isinstance(outcomes_of(await frontend.take())[1], AbortedError)
     assert Worker(engine).step() is None
@@ -130,9 +131,9 @@ async def test_a_deadline_is_not_early_and_holds_in_decode_too(engine: Engine) -
     worker.step()
     assert tokens_of(await frontend.take()) == {1: [7, 7], 2: [7, 7]}
     clock.now = 0.05
-    engine.work.clear()
+    worker.group.work.clear()
     await asyncio.sleep(0.05)
-    assert engine.work.is_set()
+    assert worker.group.work.is_set()
     worker.step()
     delivery = await frontend.take()
     assert {stream: type(outcome) for stream, outcome in outcomes_of(delivery).items()} == {1: DeadlineError}
@@ -141,10 +142,10 @@ async def test_a_deadline_is_not_early_and_holds_in_decode_too(engine: Engine) -
 
 @in_loop
 async def test_a_deadline_holds_while_no_worker_is_there(engine: Engine) -> None:
-    Worker(engine)
+    worker = Worker(engine)
     frontend = await attached(engine)
     frontend.submit(1, "a", timeout_seconds=0.05)
-    engine.detach_worker()
+    worker.lose()
     await frontend.take()
     assert isinstance(outcomes_of(await frontend.take())[1], DeadlineError)
     assert Worker(engine).step() is None
@@ -174,7 +175,7 @@ async def test_who_waits_for_a_worker_waits_so_long_and_no_longer_whatever_comes
     frontend = await attached(engine)
     frontend.submit(1, "a", max_tokens=20)
     worker.step()
-    engine.detach_worker()
+    worker.lose()
     await frontend.take()
     await asyncio.sleep(0.6)
     fail_to_attach(engine)
@@ -188,14 +189,14 @@ async def test_who_waits_for_a_worker_waits_so_long_and_no_longer_whatever_comes
 @in_loop
 async def test_the_next_loss_begins_the_time_anew(engine: Engine) -> None:
     engine = Engine(load_config({"max_queue_seconds": "1"}, {}))
-    Worker(engine)
+    worker = Worker(engine)
     frontend = await attached(engine)
     frontend.submit(1, "a")
-    engine.detach_worker()
+    worker.lose()
     fail_to_attach(engine)
-    Worker(engine)
+    worker = Worker(engine)
     await asyncio.sleep(0.6)
-    engine.detach_worker()
+    worker.lose()
     await asyncio.sleep(0.5)
     assert outcomes_of(await frontend.take()) == {}
     await asyncio.sleep(0.6)
@@ -204,5 +205,4 @@ async def test_the_next_loss_begins_the_time_anew(engine: Engine) -> None:
 
 def fail_to_attach(engine: Engine) -> None:
     """A worker that is configured and never ready."""
-    engine.configure_worker(model(), LAYERS, 1 << 20, RULES)
-    engine.detach_worker()
+    Worker(engine, ready=False).lose()

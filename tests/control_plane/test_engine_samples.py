@@ -1,6 +1,6 @@
 """Several samples of one prompt, at an engine driven by hand: what they share, what they do not, how they end."""
 
-from engine_driver import Frontend, Worker, attached, in_loop, outcomes_of, tokens_of
+from engine_driver import Frontend, Worker, assert_nothing_is_left, attached, in_loop, outcomes_of, tokens_of
 
 from blockplane.control_plane.engine.engine import Engine
 from blockplane.protos.config import load_config
@@ -54,10 +54,7 @@ async def test_of_aborted_samples_none_emits_another_token_and_nothing_is_left(e
     assert tokens_of(delivery) == {}
     assert outcomes_of(delivery).keys() == {1, 2, 3, 4}
     assert worker.step() is None
-    assert engine._scheduler is not None
-    pool = engine._scheduler.blocks.pool
-    assert pool.num_free == pool.num_usable
-    assert (engine._requests, engine._streams) == ({}, {})
+    assert_nothing_is_left(engine)
 
 
 @in_loop

@@ -30,7 +30,7 @@ async def test_a_watcher_hears_of_a_prefix_once_it_is_computed_and_of_the_worker
     newcomer = KVIndex()
     assert newcomer.apply(await engine.watch().take())
     assert newcomer.longest_prefix(prompt) == 32
-    engine.detach_worker()
+    worker.lose()
     assert index.apply(await early.take())
     assert index.longest_prefix(prompt) == 0
     Worker(engine)

@@ -168,9 +168,31 @@ def test_a_lost_worker_s_blocks_are_gone_and_its_unanswered_never_come(feed: KVE
     feed.planned(2)
     store(feed, 3)
     recorder.events()
-    feed.close()
+    feed.suspend()
     assert recorder.events() == ["cleared"]
     assert feed.snapshot().events == (AllBlocksCleared(),)
+    feed.cleared()
+    feed.release()
+    assert recorder.events() == [], "while it is away there is nothing to tell"
+
+
+def test_a_worker_that_comes_back_begins_an_epoch_with_what_the_cache_still_has(
+    feed: KVEventFeed, recorder: Recorder
+) -> None:
+    store(feed, 1)
+    store(feed, 2)
+    feed.answered(1)
+    store(feed, 3)
+    feed.planned(2)
+    feed.removed(key(1))
+    feed.removed(key(3))
+    before = feed.snapshot().epoch
+    feed.suspend()
+    recorder.events()
+    feed.resume()
+    assert recorder.events() == ["cleared", ("stored", (2,), None, [2] * B)]
+    snapshot = feed.snapshot()
+    assert (snapshot.sequence, snapshot.epoch == before) == (1, False)
 
 
 def test_every_worker_begins_an_epoch() -> None:

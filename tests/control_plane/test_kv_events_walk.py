@@ -34,7 +34,8 @@ class Mirror(KVWatcher):
 
 def told(index: KVIndex) -> dict[int, bytes]:
     """Tokens of blocks by id."""
-    return {block_hash: token_bytes for block_hash, (_, token_bytes) in index._blocks.items()}
+    blocks = index._groups[0]._blocks if index._groups else {}
+    return {block_hash: token_bytes for block_hash, (_, token_bytes) in blocks.items()}
 
 
 class FeedWalk(RuleBasedStateMachine):
@@ -124,11 +125,23 @@ class FeedWalk(RuleBasedStateMachine):
         self.feed.release()
         assert told(self.mirror.index) == {}
 
-    @rule()
-    def lose_the_worker(self) -> None:
-        held = self.scheduler.unfinished()
-        self.feed.close()
-        self.attach(held)
+    @rule(returns=st.booleans())
+    def lose_the_worker(self, returns: bool) -> None:
+        """It comes back with all that it had cached, or another takes its place."""
+        self.note_private_keys()
+        held, _ = self.scheduler.lose()
+        self.feed.suspend()
+        newcomer = KVIndex()
+        assert newcomer.apply(self.feed.snapshot())
+        assert told(self.mirror.index) == told(newcomer) == {}
+        if not returns:
+            self.attach(held)
+            return
+        self.unanswered = []
+        self.feed.resume()
+        for request in held:
+            self.scheduler.resume(request)
+        self.check()
 
     def note_private_keys(self) -> None:
         """What stands behind a salt, or behind weights that are no more."""

@@ -27,16 +27,20 @@ def test_it_holds_for_a_hundred_thousand_operations(seed: int) -> None:
 
 
 def test_walks_reach_what_they_are_for() -> None:
-    """Rows give way, prefixes are found, drafts are granted, windows are left: or the walk would prove little."""
-    num_preemptions = num_cached_tokens = num_windows_left = num_drafting = 0
-    for seed in range(12):
+    """Rows give way, prefixes are found, drafts are granted, windows are left, decodes are parked.
+
+    Or the walk would prove little.
+    """
+    num_preemptions = num_cached_tokens = num_windows_left = num_drafting = num_parked = 0
+    for seed in range(16):
         rng = random.Random(seed)
         steps = Walk(random_configure(rng), rng)
         for _ in range(150):
             getattr(steps, random_operation(rng))()
             num_windows_left += bool(steps.scheduler.blocks._first_block.any())
+            num_parked += any(request.is_parked and request.last_step for request in steps.live.values())
         statistics = steps.scheduler.statistics()
         num_preemptions += statistics.num_preemptions
         num_cached_tokens += statistics.num_cached_tokens
         num_drafting += steps.configure.num_draft_tokens > 0
-    assert min(num_preemptions, num_cached_tokens, num_windows_left, num_drafting) > 3
+    assert min(num_preemptions, num_cached_tokens, num_windows_left, num_drafting, num_parked) > 3

@@ -8,11 +8,9 @@ import pytest
 from engine_socket import built, hello, served_engine
 
 from blockplane.control_plane.engine.engine import Engine
-from blockplane.control_plane.engine.server import EngineServer
 from blockplane.protos import wire
 from blockplane.protos.buckets import BucketRules
 from blockplane.protos.config import load_config
-from blockplane.protos.plan import StepPlan, StepResult
 from blockplane.v1 import engine_pb2 as pb
 
 
@@ -103,46 +101,6 @@ def test_a_message_out_of_turn_is_refused(message: pb.AttachWorkerRequest) -> No
     _, error = run("AttachWorker", message)
     assert error.code() == grpc.StatusCode.INTERNAL
     assert "expected a hello" in error.details()
-
-
-class RecordingEngine:
-    """Stands for the engine where only the order of its calls matters: there is always a next plan."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.work = asyncio.Event()
-
-    def next_plan(self) -> StepPlan:
-        self.calls.append("next_plan")
-        return StepPlan(step=1)
-
-    def flush(self) -> None:
-        self.calls.append("flush")
-
-    def take_result(self, result: StepResult) -> None:
-        self.calls.append("take_result")
-
-
-def test_the_next_plan_is_sent_before_what_the_last_step_gave_is_delivered() -> None:
-    async def drive() -> list[list[str]]:
-        engine = RecordingEngine()
-
-        async def results() -> AsyncIterator[pb.AttachWorkerRequest]:
-            while True:
-                yield pb.AttachWorkerRequest(result=pb.StepResult(step=1))
-
-        plans = EngineServer(engine)._drive_steps(results())  # type: ignore[arg-type]
-        calls_at_each_plan = []
-        for _ in range(3):
-            await anext(plans)
-            calls_at_each_plan.append(engine.calls.copy())
-            engine.calls.clear()
-        await plans.aclose()
-        return calls_at_each_plan
-
-    first, *others = asyncio.run(drive())
-    assert first == ["next_plan"]
-    assert others == [["flush", "take_result", "next_plan"]] * 2
 
 
 def test_a_truncated_column_ends_the_stream_with_a_typed_error() -> None:

@@ -19,8 +19,7 @@ from walk import Walk, random_configure, random_operation
 
 from blockplane.control_plane.engine.engine import Engine
 from blockplane.protos.config import load_config
-from blockplane.protos.errors import UnavailableError
-from blockplane.protos.statistics import Statistics
+from blockplane.protos.statistics import EngineStatistics, Statistics
 from blockplane.protos.wire import statistics_to_proto
 
 
@@ -97,10 +96,14 @@ def test_usage_is_what_is_not_free_and_counts_never_go_down(seed: int) -> None:
 
 
 def test_every_figure_has_its_field_on_the_wire() -> None:
-    proto = statistics_to_proto(Statistics(1, 2, 3, 0.5, (4, 5), 6, 7, 8, 9, 10, 11))
-    assert [value for _, value in proto.ListFields()] == [1, 2, 3, 0.5, [4, 5], 6, 7, 8, 9, 10, 11]
+    group = Statistics(1, 2, 3, 0.5, (4, 5), 6, 7, 8, 9, 10, 11, 12, 13)
+    proto = statistics_to_proto(EngineStatistics(group, {6: group, 7: group}, 21, 22, 23, 24))
+    *total, groups = [value for _, value in proto.ListFields()]
+    figures = [1, 2, 3, 0.5, [4, 5], *range(6, 14)]
+    assert total == [*figures, 22, 2, 21, 23, 24]
+    assert [[value for _, value in group.ListFields()] for group in groups] == [[6, *figures], [7, *figures]]
 
 
-def test_without_a_worker_there_is_nothing_to_tell() -> None:
-    with pytest.raises(UnavailableError):
-        Engine(load_config({}, {})).statistics()
+def test_without_a_worker_there_is_little_to_tell() -> None:
+    statistics = Engine(load_config({}, {})).statistics()
+    assert statistics == EngineStatistics(Statistics(0, 0, 0, 0.0, (), 0, 0, 0, 0, 0, 0), {})

@@ -14,7 +14,7 @@ from told import Entries, columns_of, lists_of
 
 from blockplane.control_plane.engine.engine import Engine
 from blockplane.control_plane.engine.outbox import Outbox
-from blockplane.control_plane.frontend.engine_link import TokenStream
+from blockplane.control_plane.frontend.token_stream import Reader, TokenStream
 from blockplane.protos.delivery import Delivery, PromptLogprobs, Submission
 from blockplane.protos.plan import Int32Array, StepPlan, StepResult
 from blockplane.protos.sampling import SamplingParams
@@ -84,8 +84,9 @@ def test_what_is_told_of_prompts_alone_is_worth_a_delivery_and_comes_once_and_in
 
 def answer(worker: Worker, plan: StepPlan, told: list[Entries], prompts: list[Entries]) -> None:
     token_ids = column(*range(10, 10 + worker.num_decodes + len(plan.prefill_rows)))
-    result = StepResult(plan.step, token_ids, logprobs=columns_of(told) if told else None)
-    worker.engine.take_result(replace(result, prompt_logprobs=columns_of(prompts) if prompts else None))
+    epoch = worker.group.configure.epoch
+    result = StepResult(plan.step, token_ids, logprobs=columns_of(told) if told else None, epoch=epoch)
+    worker.engine.take_result(worker.group, replace(result, prompt_logprobs=columns_of(prompts) if prompts else None))
     worker.engine.flush()
 
 
@@ -140,10 +141,10 @@ async def test_a_stream_that_ended_is_told_of_no_prompt(engine: Engine) -> None:
 
 
 def test_a_stream_s_tokens_that_wait_come_with_all_that_is_told_of_them() -> None:
-    filled = asyncio.Event()
-    stream = TokenStream(0, filled)
+    reader = Reader(parked_seconds=1)
+    stream = TokenStream(0, reader, limit=100)
     stream.put_prompt_logprobs(columns_of([of_token(4)]))
-    assert filled.is_set()
+    assert reader.filled.is_set()
     stream.put([1], columns_of([of_token(1)]))
     stream.put([2, 3], columns_of([of_token(2), of_token(3)]))
     stream.put_prompt_logprobs(columns_of([of_token(5)]))
@@ -159,8 +160,8 @@ def test_the_link_gives_each_stream_its_own_and_nothing_to_one_that_asks_for_not
         try:
             await linked.listen()
             await linked.attach()
-            filled = asyncio.Event()
-            asks, other = (linked.link.open(submission(0, name), filled)[0] for name in "ab")
+            reader = Reader(parked_seconds=1)
+            asks, other = (linked.link.open(submission(0, name), reader)[0] for name in "ab")
             told = [[], [], of_token(7), of_token(8)]
             linked.engine.to_send.put_nowait(
                 Delivery(
@@ -173,7 +174,7 @@ def test_the_link_gives_each_stream_its_own_and_nothing_to_one_that_asks_for_not
                     ),
                 )
             )
-            await asyncio.wait_for(filled.wait(), SECONDS)
+            await asyncio.wait_for(reader.filled.wait(), SECONDS)
             news = asks.take()
             assert (news.token_ids, lists_of(news.logprobs)) == ([7, 8], [of_token(7), of_token(8)])
             assert lists_of(news.prompt_logprobs) == [of_token(9)]

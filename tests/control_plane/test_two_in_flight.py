@@ -174,6 +174,30 @@ def test_twice_in_a_row_too_and_whatever_happens_a_text_has_each_token_once() ->
         assert request.token_ids[1:].tolist() == text
 
 
+def test_one_that_an_answer_may_be_for_is_not_given_away_to_another_group() -> None:
+    scheduler, old, new = two_that_do_not_fit()
+    unanswered = run_ahead(scheduler, old, new, until=new)
+    waits = make_request("waits", 3, first=90)
+    scheduler.add([waits])
+    assert scheduler.give_away(2) == [waits]
+    while unanswered:
+        scheduler.update(answer(scheduler, unanswered.popleft()))
+    assert scheduler.give_away(0) == []
+    assert scheduler.give_away(2) == [new]
+    assert scheduler.waiting.num_tokens == 0
+
+
+def test_nobody_waits_behind_one_that_computes_at_another_group() -> None:
+    here, elsewhere = make_scheduler(tokens=(8,)), make_scheduler(tokens=(8,))
+    leader, follower = make_request("leader", 30, group=1), make_request("follower", 30, group=0)
+    elsewhere.add([leader])
+    plan_step(elsewhere)
+    here.add([follower])
+    follower.behind = leader, 7
+    assert plan_step(here).admissions
+    assert follower.behind is None
+
+
 def test_one_preempted_is_not_readmitted_while_a_plan_that_names_it_is_unanswered() -> None:
     scheduler, old, new = two_that_do_not_fit()
     late, newest = run_ahead(scheduler, old, new, until=new)

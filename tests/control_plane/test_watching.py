@@ -28,11 +28,11 @@ async def work(engine: EngineStub) -> None:
     call = engine.AttachWorker()
     messages = aiter(call)
     await call.write(hello())
-    await anext(messages)
+    epoch = (await anext(messages)).configure.epoch
     await call.write(pb.AttachWorkerRequest(ready=built()))
     async for message in messages:
         plan = wire.plan_from_proto(message.plan)
-        result = StepResult(plan.step, np.full(len(plan.prefill_rows), 7, np.int32))
+        result = StepResult(plan.step, np.full(len(plan.prefill_rows), 7, np.int32), epoch=epoch)
         await call.write(pb.AttachWorkerRequest(result=wire.result_to_proto(result)))
 
 
@@ -111,10 +111,10 @@ def test_a_watcher_that_left_is_forgotten() -> None:
         engine = Engine(load_config({}, {}))
         async with served_engine(engine) as stub:
             call = stub.WatchKVEvents(pb.WatchKVEventsRequest())
-            while not engine._watchers:
+            while not engine._groups._watchers:
                 await asyncio.sleep(0.01)
             call.cancel()
-            while engine._watchers:
+            while engine._groups._watchers:
                 await asyncio.sleep(0.01)
 
     in_time(scenario())
@@ -125,10 +125,10 @@ def test_a_watcher_that_falls_behind_is_told_to_subscribe_anew() -> None:
         engine = Engine(load_config({}, {}))
         async with served_engine(engine) as stub:
             call = stub.WatchKVEvents(pb.WatchKVEventsRequest())
-            while not engine._watchers:
+            while not engine._groups._watchers:
                 await asyncio.sleep(0.01)
             for sequence in range(MAX_BATCHES_BEHIND + 1):
-                for watcher in engine._watchers:
+                for watcher in engine._groups._watchers:
                     watcher.put(KVEventBatch(1, sequence, 16, ()))
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call.read()

@@ -5,7 +5,7 @@ from collections import Counter, deque
 
 import numpy as np
 from driving import scheduler_of
-from naive_worker import NaiveWorker
+from naive_worker import Digest, NaiveWorker
 
 from blockplane.control_plane.engine.request import Request
 from blockplane.control_plane.engine.scheduler import Scheduler
@@ -78,6 +78,8 @@ class Walk:
             world_of=lambda row: self._world(self.scheduler.rows.request(row)),
         )
         self._results: deque[StepResult] = deque()
+        self._slots_before: deque[dict[int, Digest]] = deque(maxlen=2)
+        """The worker's KV as it was before each of the last plans."""
         for request in held:
             self.scheduler.resume(request)
 
@@ -131,11 +133,30 @@ class Walk:
             self.scheduler.end(self.live.pop(stream_id))
             self.ends[stream_id] += 1
 
+    def park(self) -> None:
+        """Wherever it stands: a request that waits, computes its prompt, decodes, or is parked already."""
+        if self.live:
+            self.scheduler.park(self.live[self.rng.choice(sorted(self.live))])
+
+    def unpark(self) -> None:
+        if parked := [stream_id for stream_id in sorted(self.live) if self.live[stream_id].is_parked]:
+            self.scheduler.unpark(self.live[self.rng.choice(parked)])
+
     def lose_the_group(self) -> None:
-        held = self.scheduler.unfinished()
+        """Its worker comes back with the KV of the steps that it executed, or another takes its place with none."""
+        held, unanswered = self.scheduler.lose()
         assert self.scheduler.blocks.pool.num_free == self.scheduler.blocks.pool.num_usable
         assert {request.stream_id for request in held} == set(self.live)
-        self._attach(held)
+        assert len(unanswered) == len(set(unanswered) & set(held))
+        if self.rng.random() < 0.5:
+            self._attach(held)
+            return
+        self.worker.lose_rows(self.scheduler.last_step)
+        states = [*self._slots_before, self.worker.slots]
+        self.worker.slots = self.rng.choice(states[len(states) - 1 - len(self._results) :])
+        self._results.clear()
+        for request in held:
+            self.scheduler.resume(request)
 
     def reset_the_cache(self) -> None:
         self.scheduler.blocks.cache.reset()
@@ -151,9 +172,12 @@ class Walk:
         num_unanswered = len(self._results)
         plan = self.scheduler.schedule(self.clock)
         if plan is None:
-            assert num_unanswered or not self.live, "never stuck: while anything lives, every step computes something"
+            is_live = any(not request.is_parked for request in self.live.values())
+            assert num_unanswered or not is_live, "never stuck: while anything lives, every step computes something"
             return
         assert num_unanswered < 2
+        assert all(request.row is None for request in self.live.values() if request.is_parked)
+        self._slots_before.append(self.worker.slots.copy())
         self._results.append(self.worker.execute(plan, all_answered=not num_unanswered))
         self._check_blocks()
 
@@ -165,6 +189,8 @@ class Walk:
 
     def settle(self) -> None:
         """Left alone, everything that lives comes to its end and the cache is whole again."""
+        for request in self.live.values():
+            self.scheduler.unpark(request)
         for _ in range(4000):
             if not self.live and not self._results:
                 break
@@ -251,6 +277,8 @@ OPERATIONS = (
     *("plan",) * 12,
     *("answer",) * 12,
     "abort",
+    "park",
+    "unpark",
 )
 RARE_OPERATIONS = ("lose_the_group", "reset_the_cache", "renew_weights")
 

@@ -1,0 +1,183 @@
+"""The workers that are attached, and the caches of those that may come back. Knows no request by name and no gRPC."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from itertools import chain, count
+
+from blockplane.control_plane.engine.group import GroupState, WorkerGroup
+from blockplane.control_plane.engine.hello import Hello
+from blockplane.control_plane.engine.kv_events import KVEventFeed, KVWatcher
+from blockplane.control_plane.engine.kv_planning import RankKV, plan_kv_cache
+from blockplane.control_plane.engine.scheduler import Scheduler
+from blockplane.control_plane.engine.step_clock import StepClock
+from blockplane.control_plane.engine.waiting import WaitingQueue
+from blockplane.protos.config import Config
+from blockplane.protos.errors import UnavailableError
+from blockplane.protos.model import ModelInfo
+from blockplane.protos.plan import Configure
+from blockplane.protos.statistics import EngineStatistics, Statistics
+
+MAX_STEP_CLOCKS = 256
+"""So many workers' paces are kept, the latest."""
+
+
+class Groups:
+    """Worker groups from attach to loss. All serve one model, that of the first."""
+
+    def __init__(self, config: Config, clock: Callable[[], float]) -> None:
+        self._config, self._clock = config, clock
+        self._attached: dict[int, WorkerGroup] = {}
+        self._away: dict[int, GroupState] = {}
+        """What lost workers may come back to, by their boot ids."""
+        self._step_clocks: dict[int, StepClock] = {}
+        """By boot id, the latest last."""
+        self._feeds: dict[int, KVEventFeed] = {}
+        """By number, those of lost groups too until the number is drawn again."""
+        self._watchers: set[KVWatcher] = set()
+        self._past = _sum([])
+        """Of groups that are gone for good."""
+        self.num_lost_workers = self.num_dropped_results = 0
+
+    def __getitem__(self, number: int) -> WorkerGroup:
+        return self._attached[number]
+
+    def __iter__(self) -> Iterator[WorkerGroup]:
+        return iter(self._attached.values())
+
+    def may_serve(self) -> list[WorkerGroup]:
+        """Those to which requests may come."""
+        return [group for group in self if group.may_serve]
+
+    @property
+    def model(self) -> ModelInfo | None:
+        """The model that is served; None = no group serves new requests."""
+        return next((group.model for group in self if group.may_serve), None)
+
+    def of_boot(self, boot_id: int) -> WorkerGroup | None:
+        """The group whose worker's process has that id; 0 is nobody's."""
+        return next((group for group in self if boot_id and group.hello.boot_id == boot_id), None)
+
+    # -- attach and loss -----------------------------------------------------------------------------------------------
+
+    def attach(self, hello: Hello) -> WorkerGroup:
+        """A group for a worker, with all that its process had before if it has that still.
+
+        Raises:
+            ConfigurationError: the settings do not fit the worker, or it has another model than those that are here.
+        """
+        for other in self:
+            hello.check_same_model(other.hello)
+        kept = self._away.get(hello.boot_id)
+        if kept is not None and kept.is_kept_by(hello):
+            configure = replace(kept.scheduler.configure, keeps_kv=True, last_step=kept.scheduler.last_step)
+            state = self._away.pop(hello.boot_id)
+            state.feed.resume()
+        else:
+            if kept is not None:
+                self._forget(hello.boot_id, kept)
+            configure = self._plan(hello)
+            state = self._new_state(hello, configure)
+        timeout = self._config.worker_timeout_seconds
+        configure = replace(configure, epoch=secrets.randbits(64) or 1, heartbeat_milliseconds=timeout * 1000 // 3)
+        group = WorkerGroup(
+            hello, configure, state, self._step_clock(hello.boot_id), timeout_seconds=timeout, clock=self._clock
+        )
+        self._attached[group.number] = group
+        return group
+
+    def lose(self, group: WorkerGroup) -> None:
+        """Take a group out whose worker is gone; its scheduler has no live request any more."""
+        del self._attached[group.number]
+        group.is_lost = True
+        group.work.set()
+        group.feed.suspend()
+        self.num_lost_workers += group.is_ready and not group.is_leaving
+        boot_id, state, seconds = group.hello.boot_id, group.state, self._config.reattach_seconds
+        if not boot_id or group.is_leaving:
+            self._past = _sum([self._past, state.scheduler.statistics()])
+            return
+        self._away[boot_id] = state
+        asyncio.get_running_loop().call_later(seconds, self._forget, boot_id, state)
+
+    def _forget(self, boot_id: int, state: GroupState) -> None:
+        if self._away.get(boot_id) is state:
+            del self._away[boot_id]
+            self._past = _sum([self._past, state.scheduler.statistics()])
+
+    def _plan(self, hello: Hello) -> Configure:
+        ranks = [RankKV(hello.layers, hello.available_memory)]
+        (configure,) = plan_kv_cache(self._config, ranks, hello.rules, hello.model.max_model_len)
+        return configure
+
+    def _new_state(self, hello: Hello, configure: Configure) -> GroupState:
+        config, taken = self._config, {state.number for state in self._away.values()} | self._attached.keys()
+        number = next(number for number in count() if number not in taken)
+        feed = self._feeds[number] = KVEventFeed(configure.block_size, self._watchers, number)
+        waiting = WaitingQueue(config.max_waiting_requests, config.max_waiting_tokens, config.priority_seconds)
+        scheduler = Scheduler(
+            configure,
+            waiting,
+            vocab_size=hello.model.vocab_size,
+            eos_token_ids=hello.model.eos_token_ids,
+            prefix_caching=config.prefix_caching == "on",
+            watcher=feed,
+        )
+        return GroupState(number, hello, scheduler, feed)
+
+    def _step_clock(self, boot_id: int) -> StepClock:
+        step_clock = self._step_clocks.pop(boot_id, None) or StepClock(self._config.step_timeout_seconds)
+        if boot_id:
+            self._step_clocks[boot_id] = step_clock
+            if len(self._step_clocks) > MAX_STEP_CLOCKS:
+                del self._step_clocks[next(iter(self._step_clocks))]
+        return step_clock
+
+    # -- the prefix caches and their watchers --------------------------------------------------------------------------
+
+    def watch(self) -> KVWatcher:
+        """Tell somebody what is cached in which group, and from now on what changes."""
+        watcher = KVWatcher()
+        self._watchers.add(watcher)
+        for feed in self._feeds.values():
+            watcher.put(feed.snapshot())
+        return watcher
+
+    def unwatch(self, watcher: KVWatcher) -> None:
+        self._watchers.discard(watcher)
+
+    def reset_prefix_caches(self) -> None:
+        """Let no block be found that was cached before. Raises UnavailableError while no worker is attached."""
+        if not self._attached:
+            raise UnavailableError("no worker is attached, so nothing is cached.")
+        for state in chain((group.state for group in self), self._away.values()):
+            state.scheduler.blocks.cache.reset()
+            state.feed.release()
+
+    # -- statistics ----------------------------------------------------------------------------------------------------
+
+    def statistics(self) -> EngineStatistics:
+        """Of the groups that are ready."""
+        groups = {group.number: group.scheduler.statistics() for group in self if group.is_ready}
+        total = _sum([self._past, *groups.values(), *(state.scheduler.statistics() for state in self._away.values())])
+        pools = [group.scheduler.blocks.pool for group in self if group.is_ready]
+        num_usable, num_free = sum(pool.num_usable for pool in pools), sum(pool.num_free for pool in pools)
+        common = [group.num_common_prefix_blocks for group in groups.values()]
+        return EngineStatistics(
+            replace(
+                total,
+                kv_cache_usage=1 - num_free / num_usable if pools else 0.0,
+                num_common_prefix_blocks=common[0] if len(common) == 1 else (),
+            ),
+            groups,
+            num_lost_workers=self.num_lost_workers,
+            num_dropped_results=self.num_dropped_results,
+        )
+
+
+def _sum(groups: list[Statistics]) -> Statistics:
+    """What can be added up."""
+    names = {field.name for field in fields(Statistics)} - {"kv_cache_usage", "num_common_prefix_blocks"}
+    sums = {name: sum(getattr(group, name) for group in groups) for name in names}
+    return Statistics(**sums, kv_cache_usage=0.0, num_common_prefix_blocks=())

@@ -1,0 +1,231 @@
+"""Which group serves which request, who is held meanwhile, and who moves. Knows neither frontends nor steps.
+
+A request is at one group, or it is held: while no group is ready, or since it may have killed a worker and others that
+may have are on trial first.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from blockplane.control_plane.engine.group import WorkerGroup
+from blockplane.control_plane.engine.groups import Groups
+from blockplane.control_plane.engine.request import Request
+from blockplane.control_plane.engine.step import StepOutputs
+from blockplane.control_plane.engine.suspects import MAX_LOSSES_ALONE, Suspects
+from blockplane.protos.errors import (
+    BlockplaneError,
+    CapacityError,
+    InvalidRequestError,
+    UnavailableError,
+    WorkerKilledError,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Placement:
+    """The only one that puts requests into groups' schedulers and takes them out before their time."""
+
+    def __init__(self, groups: Groups, hold_seconds: float, fail: Callable[[Request, BlockplaneError], None]) -> None:
+        """`fail` ends a request, which calls `remove`. `hold_seconds`: how long requests wait for a group at most."""
+        self._groups, self._hold_seconds, self._fail = groups, hold_seconds, fail
+        self._held: dict[Request, None] = {}
+        self._suspects = Suspects()
+        self._trial: WorkerGroup | None = None
+        """The group that the suspects' cohort is at."""
+        self._model_name = ""
+        self._stop_holding: asyncio.TimerHandle | None = None
+        """Armed while requests are held and no group is ready; a worker that comes and fails does not put it off."""
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def num_suspects(self) -> int:
+        return len(self._suspects)
+
+    # -- requests come and go ------------------------------------------------------------------------------------------
+
+    def add(self, requests: Sequence[Request], now: float) -> None:
+        """Queue new requests at one group, the one with the fewest known tokens that has room.
+
+        Raises:
+            UnavailableError: no group serves.
+            CapacityError, InvalidRequestError: as every group's scheduler says.
+        """
+        error: BlockplaneError = UnavailableError("no worker is ready; retry once the service's health is SERVING.")
+        groups = self._groups.may_serve()
+        for group in groups if len(groups) == 1 else sorted(groups, key=self._load):
+            try:
+                group.scheduler.add(requests, now)
+            except (CapacityError, InvalidRequestError) as refusal:
+                error = refusal
+                continue
+            for request in requests:
+                request.group = group.number
+            group.work.set()
+            return
+        raise error
+
+    def restore(self, requests: Sequence[Request], model_name: str) -> None:
+        """Hold requests of an earlier engine until a group of their model is ready."""
+        self._model_name = model_name
+        self._hold(requests)
+        self._arm_stop()
+
+    def remove(self, request: Request) -> None:
+        """A request has ended, or is to end now, wherever it is."""
+        if request.group is None:
+            self._held.pop(request, None)
+            request.ended = True
+            self._arm_stop()
+        else:
+            group = self._groups[request.group]
+            if not request.ended:
+                group.scheduler.end(request)
+            group.work.set()
+        self._clear([request])
+
+    def park(self, request: Request) -> None:
+        """Let a request neither run nor wait until `unpark`; it is no suspect meanwhile, for whom others would wait."""
+        if request.group is None:
+            request.is_parked = True
+        else:
+            self._groups[request.group].scheduler.park(request)
+            self._groups[request.group].work.set()
+        self._clear([request])
+
+    def unpark(self, request: Request) -> None:
+        """Let a parked request go on."""
+        if request.group is None:
+            request.is_parked = False
+        else:
+            self._groups[request.group].scheduler.unpark(request)
+            self._groups[request.group].work.set()
+
+    def answered(self, group: WorkerGroup, outputs: StepOutputs) -> None:
+        """Whoever got a token has not killed the worker."""
+        if group is self._trial:
+            got = set(zip(outputs.owners.tolist(), outputs.stream_ids.tolist(), strict=True))
+            self._clear([one for one in self._suspects.cohort if (one.owner, one.stream_id) in got])
+        if group.is_leaving:
+            self._move_away(group)
+
+    # -- groups come and go --------------------------------------------------------------------------------------------
+
+    def welcome(self, group: WorkerGroup) -> None:
+        """A group is ready: whoever is held goes on, and others give it of those that wait."""
+        name = group.model.name
+        if self._model_name not in ("", name):
+            gone = UnavailableError(f"the model {self._model_name} is no longer served; {name} is.")
+            for request in tuple(self._held):
+                self._fail(request, gone)
+        self._model_name = name
+        self._settle()
+        self._share_with(group)
+        for other in self._groups:
+            if other.is_leaving:
+                self._move_away(other)
+
+    def lose(self, group: WorkerGroup) -> None:
+        """A group's worker is gone: its requests go on elsewhere, or are held; those that it may have died of wait."""
+        unfinished, unanswered = group.scheduler.lose()
+        self._groups.lose(group)
+        self._hold(unfinished)
+        for request in self._suspects.lost(unanswered):
+            self._fail(
+                request,
+                WorkerKilledError(
+                    f"request {request.request_id} was alone in the step {MAX_LOSSES_ALONE} times when its worker died,"
+                    " and is taken to be the cause; change it before you send it again."
+                ),
+            )
+        self._settle()
+
+    def leave(self, group: WorkerGroup) -> None:
+        """A group's worker wants to go: its requests move once its steps are answered, or end here if none can."""
+        group.is_leaving = True
+        self._move_away(group)
+
+    def may_plan(self, group: WorkerGroup) -> bool:
+        """Whether a group's requests are to be computed on: not if they are about to move."""
+        return not group.is_leaving or not self._groups.may_serve()
+
+    def _move_away(self, group: WorkerGroup) -> None:
+        if self._groups.may_serve() and not group.has_in_flight and group.scheduler.num_unfinished:
+            self._hold(group.scheduler.unfinished())
+            self._settle()
+        # Its driver looks whether anything is left.
+        group.work.set()
+
+    def _share_with(self, group: WorkerGroup) -> None:
+        """Give a group that has nothing to do its share of what waits at each of the others."""
+        serving = self._groups.may_serve()
+        for other in serving:
+            if other is not group and other is not self._trial:
+                self._hold(other.scheduler.give_away(len(other.scheduler.waiting) // len(serving)))
+        self._settle()
+
+    # -- held requests -------------------------------------------------------------------------------------------------
+
+    def _hold(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            request.group = None
+            self._held[request] = None
+
+    def _settle(self) -> None:
+        """Let go on whoever is held and may."""
+        serving = self._groups.may_serve()
+        if serving:
+            loads = {group: self._load(group) for group in serving}
+            for request in sorted(self._held, key=lambda request: request.rank):
+                # One that fails may have let others go on meanwhile.
+                if request in self._held and (group := self._choose(request, loads)) is not None:
+                    self._resume(request, group)
+                    is_on_trial, num_tokens = loads[group]
+                    loads[group] = is_on_trial, num_tokens + request.num_tokens
+        self._arm_stop()
+
+    def _resume(self, request: Request, group: WorkerGroup) -> None:
+        try:
+            group.resume(request)
+        except (CapacityError, InvalidRequestError) as error:
+            self._fail(request, error)
+        else:
+            del self._held[request]
+
+    def _choose(self, request: Request, loads: dict[WorkerGroup, tuple[bool, int]]) -> WorkerGroup | None:
+        """The group that a held request is to go on at; None = it is not its turn."""
+        if request not in self._suspects:
+            return min(loads, key=loads.__getitem__)
+        if request not in self._suspects.cohort:
+            return None
+        if self._trial not in loads:
+            self._trial = min(loads, key=lambda group: group.scheduler.rows.num_running)
+        return self._trial
+
+    def _load(self, group: WorkerGroup) -> tuple[bool, int]:
+        """Less is better: a group on trial is the last choice, for it may fall."""
+        return group is self._trial, group.scheduler.num_known_tokens
+
+    def _clear(self, requests: Collection[Request]) -> None:
+        """These are no suspects any more."""
+        if requests and self._suspects.clear(requests):
+            self._trial = None
+            self._settle()
+
+    def _arm_stop(self) -> None:
+        is_stuck = bool(self._held) and not self._groups.may_serve()
+        if self._stop_holding is not None and not is_stuck:
+            self._stop_holding.cancel()
+            self._stop_holding = None
+        if self._stop_holding is None and is_stuck:
+            logger.warning("no worker is left; %d requests wait for one", len(self._held))
+            self._stop_holding = asyncio.get_running_loop().call_later(self._hold_seconds, self._give_up)
+
+    def _give_up(self) -> None:
+        self._stop_holding = None
+        for request in tuple(self._held):
+            self._fail(request, UnavailableError(f"no worker came within {self._hold_seconds} s; send it again."))
