@@ -87,6 +87,10 @@ class BlockTable:
         self.entries[:, row, : self.num_blocks[row]] = SKIP_BLOCK_ID
         self.num_blocks[row] = 0
 
+    def clear(self) -> None:
+        self.entries[:] = SKIP_BLOCK_ID
+        self.num_blocks[:] = 0
+
     def move_row(self, source: int, target: int) -> None:
         """Give one row's blocks to another, in place of its own; the source is left empty.
 

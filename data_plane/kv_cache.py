@@ -56,11 +56,21 @@ def bind_kv_caches(model: Model, configure: Configure, draft_model: Model | None
     )
     _require_each_layer_once("tensors", (name for tensor in tensors for name in tensor.shared_by), specs)
     spec_of = [_spec_of_tensor(tensor, specs, group_of, configure) for tensor in tensors]
+    # What an earlier attach left goes first: there need not be room for both.
+    for attention in attentions.values():
+        attention.caches = None
     for tensor, spec in zip(tensors, spec_of, strict=True):
         shape = (configure.num_blocks, configure.block_size, spec.num_kv_heads, spec.head_dim)
         k_cache, v_cache = (torch.zeros(shape, dtype=getattr(torch, spec.dtype)) for _ in range(2))
         for name in tensor.shared_by:
             attentions[name].bind_kv_cache(k_cache, v_cache, group_of[name])
+
+
+def num_kv_bytes(configure: Configure, model: Model, draft_model: Model | None = None) -> int:
+    """What `bind_kv_caches` allocates."""
+    if configure.kv_cache_tensors:
+        return sum(tensor.size for tensor in configure.kv_cache_tensors)
+    return sum(_num_bytes(spec, configure) for spec in layer_kv_specs(model, draft_model))
 
 
 def attentions_of(model: Model, draft_model: Model | None = None) -> tuple[Attention, ...]:

@@ -12,7 +12,7 @@ from blockplane.data_plane.block_table import BlockTable
 from blockplane.kernels.slots import NULL_BLOCK_ID
 from blockplane.protos.errors import ProtocolError
 from blockplane.protos.kv_cache import first_visible
-from blockplane.protos.plan import NO_ROWS, Admission, Configure, Int32Array, IntArray, StepPlan
+from blockplane.protos.plan import NO_ROWS, Admission, Configure, Int32Array, IntArray, StepPlan, StepResult
 
 
 class Rows:
@@ -42,14 +42,24 @@ class Rows:
         )
         self.decode_rows: IntArray = NO_ROWS
         self.decode_num_tokens: Int32Array = NO_ROWS
-        self._step = 0
+        self._step = configure.last_step
+
+    def reset(self, configure: Configure) -> None:
+        """Free every row, whatever state a bad plan left it in, and number steps on from `configure.last_step`.
+
+        `configure` is the one that these rows were made for, but for what names the attach.
+        """
+        self.configure, self._step = configure, configure.last_step
+        self.num_tokens[:] = 0
+        self.block_table.clear()
+        self.decode_rows = self.decode_num_tokens = NO_ROWS
 
     def apply(self, plan: StepPlan) -> None:
         """Take over what a plan changes: releases, admissions, new blocks, the decode set.
 
         Raises:
-            ProtocolError: the plan contradicts the rows. Nothing outside them was written, but they are of no more use:
-                the stream ends, and the next attach starts with new ones.
+            ProtocolError: the plan contradicts the rows. Nothing outside them was written, but they are of no more use
+                until they are reset.
         """
         _require(plan.step == self._step + 1, f"step {plan.step} does not follow step {self._step}")
         self._step = plan.step
@@ -83,8 +93,8 @@ class Rows:
         token_rows = np.repeat(rows, num_drafts)
         self.token_ids[token_rows, places[proposed]] = draft_token_ids[proposed]
 
-    def advance(self, rows: IntArray, num_scheduled_tokens: Int32Array) -> None:
-        """Count computed tokens: [num_rows] twice, each row once; actual tokens, padding is not counted.
+    def advance(self, rows: IntArray, num_scheduled_tokens: Int32Array | np.int32) -> None:
+        """Count computed tokens: [num_rows] twice, or as many of each; each row once. Padding is not counted.
 
         Of a row with drafts those count that were accepted, and the token before them.
         """
@@ -121,6 +131,25 @@ class Rows:
             token_rows, places, sampled_ids = token_rows[has_place], places[has_place], sampled_ids[has_place]
         self.token_ids[token_rows, places] = np.maximum(sampled_ids, 0)
         self.num_tokens[sampled_rows] = num_tokens
+
+    def finished_prefills(self, plan: StepPlan) -> Int32Array:
+        """Those of the plan's prefill rows whose last known token it computes, so that it samples one for each.
+
+        Asked between `apply` and `advance`.
+        """
+        rows = plan.prefill_rows
+        finished: Int32Array = rows[self.num_computed_tokens[rows] + plan.prefill_num_tokens == self.num_tokens[rows]]
+        return finished
+
+    def fold(self, plan: StepPlan, result: StepResult) -> None:
+        """Take over what the plan produced, once it was applied: a log of plans and results makes the rows."""
+        finished = self.finished_prefills(plan) if plan.prefill_rows.size else NO_ROWS
+        num_decoded = len(result.token_ids) - len(finished)
+        self.advance(self.decode_rows, np.int32(1) if result.num_tokens is None else result.num_tokens)
+        self.append(self.decode_rows, result.token_ids[:num_decoded], result.num_tokens)
+        if plan.prefill_rows.size:
+            self.advance(plan.prefill_rows, plan.prefill_num_tokens)
+            self.append(finished, result.token_ids[num_decoded:])
 
     def _release(self, rows: Int32Array) -> None:
         is_sound = self._are_occupied(rows) and np.bincount(rows).max() <= 1

@@ -26,10 +26,11 @@ from blockplane.protos.plan import NO_ROWS, Configure, Int32Array, IntArray, Ste
 
 
 class Runner:
-    """One worker's rows, KV cache and model, from one attach to the next.
+    """One worker's rows, KV cache and model, in one attach after another.
 
     Attributes:
         configure: what it was built for. graphs: the model's forward, all shapes of which exist.
+        last_step: the last step that was computed whole.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Runner:
             _split_blocks(attentions_of(model, draft_model), kernel_block_size)
         self._model = model
         self.configure = configure
+        self.last_step = configure.last_step
         self.graphs = Graphs(model, configure)
         self._sampling = SamplingRows(configure.max_num_seqs, model.vocab_size, eos_token_ids)
         self._told_prompts = ToldPrompts(self._rows, model.logits)
@@ -73,6 +75,23 @@ class Runner:
             self.graphs.build()
             if self._drafts is not None:
                 self._drafts.build()
+
+    def reset(self, configure: Configure) -> None:
+        """Begin another attach: rows are free, steps are numbered on from `configure.last_step`, KV and graphs stay.
+
+        Whether the KV counts is the engine's to know: a row reads what it computed itself, and of what was there before
+        only the blocks that its admission calls computed.
+
+        Args:
+            configure: that of the attach before, but for what names the attach.
+        """
+        self.configure, self.last_step = configure, configure.last_step
+        self._rows.reset(configure)
+        everything = StepPlan(configure.last_step, released_rows=np.arange(configure.max_num_seqs, dtype=np.int32))
+        self._sampling.apply(everything)
+        self._told_prompts.apply(everything)
+        if self._drafts is not None:
+            self._drafts.apply(everything)
 
     def _draft_source(self, draft_model: Model | None) -> DraftSource:
         if draft_model is None:
@@ -84,14 +103,13 @@ class Runner:
         """Compute one plan.
 
         Raises:
-            ProtocolError: the plan is bad; this runner must not be used any more.
+            ProtocolError: the plan is bad; this runner must not be used any more before it is reset.
         """
-        rows = self._rows
-        rows.apply(plan)
+        self._rows.apply(plan)
         self._sampling.apply(plan)
         self._told_prompts.apply(plan)
-        num_tokens, num_drafts = self._propose(plan)
-        graphs = self._inputs(plan, num_tokens)
+        granted, num_drafts = self._propose(plan)
+        graphs = self._inputs(plan, granted)
         sampled_rows = np.concatenate([inputs.sampled_rows for inputs in graphs])
         positions = _sampled_positions(graphs) if num_drafts else None
         hidden = [self._forward(inputs) for inputs in graphs]
@@ -100,13 +118,15 @@ class Runner:
         told = self._told_prompts.logprobs(graphs[-1], hidden[-1]) if plan.prefill_rows.size else None
         if self._drafts is not None and plan.prefill_rows.size:
             self._drafts.follow(graphs[-1])
-        if not num_drafts:
-            for inputs in graphs:
-                rows.advance(inputs.rows, inputs.num_scheduled_tokens)
-            rows.append(sampled_rows, samples.token_ids)
-            return StepResult(plan.step, samples.token_ids, None, samples.logprobs, told)
-        new, num_new = self._accept(graphs, samples)
-        return StepResult(plan.step, new.token_ids, num_new, new.logprobs, told, num_drafts)
+        num_tokens = None
+        if num_drafts:
+            samples, num_tokens = _accept(graphs[0], samples)
+        result = StepResult(
+            plan.step, samples.token_ids, num_tokens, samples.logprobs, told, num_drafts, self.configure.epoch
+        )
+        self._rows.fold(plan, result)
+        self.last_step = plan.step
+        return result
 
     def _propose(self, plan: StepPlan) -> tuple[Int32Array, int]:
         """Have drafts placed behind the rows that decode.
@@ -144,19 +164,13 @@ class Runner:
             return Samples(NO_ROWS)
         return sample(self._model.logits(hidden), self._sampling.batch(self._rows, sampled_rows, positions))
 
-    def _accept(self, graphs: Sequence[StepInputs], samples: Samples) -> tuple[Samples, Int32Array]:
-        """Advance by what is accepted: the samples that count, as a result has them; how many each decode row got."""
-        rows, (decode, *prefills) = self._rows, graphs
-        num_decoded = len(decode.sampled_rows)
-        is_new, num_new = accept(decode, samples.token_ids[:num_decoded])
-        accepted = np.flatnonzero(is_new)
-        rows.advance(decode.rows, num_new)
-        rows.append(decode.rows, samples.token_ids[accepted], num_new)
-        for prefill in prefills:
-            rows.advance(prefill.rows, prefill.num_scheduled_tokens)
-            rows.append(prefill.sampled_rows, samples.token_ids[num_decoded:])
-        prefilled = np.arange(num_decoded, len(samples.token_ids))
-        return samples.take(np.concatenate((accepted, prefilled))), num_new
+
+def _accept(decode: StepInputs, samples: Samples) -> tuple[Samples, Int32Array]:
+    """The samples that count, the decode's accepted ones, then the prefill's; and how many each decode row got."""
+    num_decoded = len(decode.sampled_rows)
+    is_new, num_new = accept(decode, samples.token_ids[:num_decoded])
+    prefilled = np.arange(num_decoded, len(samples.token_ids))
+    return samples.take(np.concatenate((np.flatnonzero(is_new), prefilled))), num_new
 
 
 def _sampled_positions(graphs: Sequence[StepInputs]) -> IntArray:

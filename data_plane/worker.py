@@ -1,105 +1,199 @@
-"""The worker's gRPC edge: dials the engine, takes its configuration and plans, answers. Knows not what a step does."""
+"""The worker: attaches to the engine, again and again, and answers its plans. Knows not what a step does."""
 
 import logging
+import secrets
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from queue import SimpleQueue
 
 import grpc
 
 from blockplane.data_plane.attention import BUCKET_RULES
-from blockplane.data_plane.kv_cache import layer_kv_specs
+from blockplane.data_plane.configure_check import check_configure
+from blockplane.data_plane.engine_stream import LEAVING, EngineStream
+from blockplane.data_plane.kept_runner import runner_for
+from blockplane.data_plane.kv_cache import layer_kv_specs, num_kv_bytes
+from blockplane.data_plane.models.fingerprint import joined
 from blockplane.data_plane.models.interface import Model
+from blockplane.data_plane.pace import Pace
+from blockplane.data_plane.record import Record
 from blockplane.data_plane.runner import Runner
 from blockplane.protos import wire
 from blockplane.protos.channel import PEER_OPTIONS, RECONNECT_SECONDS
 from blockplane.protos.errors import ProtocolError, error_of_status
 from blockplane.protos.model import ModelInfo
+from blockplane.protos.plan import Configure
 from blockplane.v1 import engine_pb2 as pb
-from blockplane.v1.engine_pb2_grpc import EngineStub
 
 logger = logging.getLogger(__name__)
 
-_PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-"""Statuses of a stream that say nothing against this worker: the engine is away, restarting, or has another worker."""
+_PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
+"""Statuses of a stream that say nothing against this worker: the engine is away, restarting, or stumbled."""
+_FAULT_SECONDS = 5.0
+"""How long the engine gets to hear why a worker gives up a stream."""
 
 
-@dataclass(frozen=True, slots=True)
 class Worker:
     """A loaded model that serves whichever engine it is attached to.
 
     Attributes:
-        available_memory: bytes that it gives to KV, its draft model's too.
-        num_draft_tokens, draft_model: as `Runner` has them; the draft model's vocabulary is the model's.
+        boot_id: 64 random bits, of this process: as long as they are the same its KV may still be there.
+        pace: how long its steps took.
     """
 
-    model: Model
-    info: ModelInfo
-    available_memory: int
-    num_draft_tokens: int = 0
-    draft_model: Model | None = None
+    def __init__(
+        self,
+        model: Model,
+        info: ModelInfo,
+        available_memory: int,
+        num_draft_tokens: int = 0,
+        draft_model: Model | None = None,
+        record: Record | None = None,
+    ) -> None:
+        """
+        Args:
+            available_memory: bytes that it gives to KV, its draft model's too.
+            num_draft_tokens, draft_model: as `Runner` has them; the draft model's vocabulary is the model's.
+            record: where its plans and results go; None = nowhere.
+        """
+        self.boot_id = secrets.randbits(64)
+        self.pace = Pace()
+        self._model, self._draft_model = model, draft_model
+        self._info = info
+        self._available_memory = available_memory
+        self._num_draft_tokens = num_draft_tokens
+        self._record = record
+        self._fingerprint = model_fingerprint(model, draft_model)
+        self._runner: Runner | None = None
+        """That of the last attach."""
+        self._attached: EngineStream | None = None
+        self._is_leaving = False
 
     def serve(self, engine_address: str) -> None:
-        """Attach, compute until the stream ends, attach again, for ever.
+        """Attach, compute until the stream ends, attach again, until told to leave.
 
         Raises:
             BlockplaneError: the engine refuses this worker for good; the message is the engine's.
         """
         last_reason = None
         while True:
-            try:
-                with grpc.insecure_channel(engine_address, options=PEER_OPTIONS) as channel:
-                    self._serve_attached(channel)
-                reason = "the engine closed the stream"
-            except grpc.RpcError as error:
-                if error.code() not in _PASSING:
-                    raise error_of_status(error.code(), error.details() or "") from None
-                reason = error.details() or ""
-            except ProtocolError as error:
-                reason = str(error)
+            reason = self._attach(engine_address)
+            if self._is_leaving:
+                logger.info("left %s: %s", engine_address, reason)
+                return
             if reason != last_reason:
                 logger.warning("not attached to %s: %s; trying again", engine_address, reason)
             last_reason = reason
             time.sleep(RECONNECT_SECONDS)
 
-    def _serve_attached(self, channel: grpc.Channel) -> None:
-        """One attach, from hello to the stream's end."""
-        answers: SimpleQueue[pb.AttachWorkerRequest | None] = SimpleQueue()
-        answers.put(pb.AttachWorkerRequest(hello=self._hello()))
-        stream = EngineStub(channel).AttachWorker(iter(answers.get, None))
-        try:
-            for answer in self._answers(stream):
-                answers.put(answer)
-        finally:
-            answers.put(None)
-            stream.cancel()
+    def leave(self) -> bool:
+        """Tell the engine goodbye, for a signal handler: `serve` returns once the engine has ended the stream.
 
-    def _answers(self, messages: Iterator[pb.AttachWorkerResponse]) -> Iterator[pb.AttachWorkerRequest]:
-        """Answer in order: ready to the configuration, a result to each plan, however many plans are there already."""
+        Returns:
+            Whether there is anything to wait for: False where this worker serves no engine.
+        """
+        if self._attached is None:
+            return False
+        self._is_leaving = True
+        self._attached.send(LEAVING)
+        return True
+
+    def _attach(self, engine_address: str) -> str:
+        """One attach, from hello to the stream's end, the reason of which it returns."""
+        num_steps = self.pace.num_steps
+        with grpc.insecure_channel(engine_address, options=PEER_OPTIONS) as channel:
+            stream = EngineStream(channel, self._hello())
+            try:
+                self._serve_attached(stream)
+            except grpc.RpcError as error:
+                # Whoever has computed for this engine is no stranger to it: what went wrong is this stream's.
+                is_passing = error.code() in _PASSING or (
+                    error.code() is grpc.StatusCode.INTERNAL and self.pace.num_steps > num_steps
+                )
+                if not is_passing and not self._is_leaving:
+                    raise error_of_status(error.code(), error.details() or "") from None
+                return error.details() or error.code().name
+            except ProtocolError as error:
+                stream.end_with(pb.AttachWorkerRequest(fault=pb.Fault(message=str(error))), _FAULT_SECONDS)
+                return str(error)
+            finally:
+                self._attached = None
+                stream.close()
+        return "the engine closed the stream"
+
+    def _serve_attached(self, stream: EngineStream) -> None:
+        """Ready to the configuration, a result to each plan, in order, however many plans are there already.
+
+        Raises:
+            ProtocolError: the engine asks for what cannot be done.
+        """
+        messages = iter(stream)
         first = next(messages, None)
         if first is None:
             return
-        runner = Runner(
-            self.model,
-            wire.configure_from_proto(first.configure),
-            self.info.eos_token_ids,
-            num_draft_tokens=self.num_draft_tokens,
-            draft_model=self.draft_model,
-        )
-        yield pb.AttachWorkerRequest(ready=_ready(runner))
+        _expect(first, "configure")
+        stream.set_heartbeat(first.configure.heartbeat_milliseconds)
+        runner = self._configure(first.configure)
+        stream.send(pb.AttachWorkerRequest(ready=_ready(runner)))
+        self._attached = stream
         logger.info("attached, with %d KV blocks", runner.configure.num_blocks)
+        self.pace.begin_attach()
         for message in messages:
-            result = runner.step(wire.plan_from_proto(message.plan))
-            yield pb.AttachWorkerRequest(result=wire.result_to_proto(result))
+            with self.pace.step():
+                _expect(message, "plan")
+                stream.send(pb.AttachWorkerRequest(result=self._step(runner, message.plan)))
+
+    def _step(self, runner: Runner, plan: pb.StepPlan) -> pb.StepResult:
+        if self._record is not None:
+            self._record.plan(plan)
+        result = wire.result_to_proto(runner.step(wire.plan_from_proto(plan)))
+        if self._record is not None:
+            self._record.result(result)
+        return result
+
+    def _configure(self, told: pb.Configure) -> Runner:
+        configure = wire.configure_from_proto(told)
+        kv_bytes = num_kv_bytes(configure, self._model, self._draft_model)
+        check_configure(configure, self._info.max_model_len, kv_bytes, self._available_memory)
+        # A build that fails leaves nothing to go back to.
+        kept, self._runner = self._runner, None
+        self._runner = runner_for(configure, kept, self._build)
+        if self._record is not None:
+            self._record.attach(self._fingerprint, told)
+        return self._runner
+
+    def _build(self, configure: Configure) -> Runner:
+        return Runner(
+            self._model,
+            configure,
+            self._info.eos_token_ids,
+            num_draft_tokens=self._num_draft_tokens,
+            draft_model=self._draft_model,
+        )
 
     def _hello(self) -> pb.WorkerHello:
+        runner = self._runner
         return pb.WorkerHello(
             protocol_version=wire.PROTOCOL_VERSION,
-            model=wire.model_info_to_proto(self.info),
-            layers=[wire.layer_to_proto(spec) for spec in layer_kv_specs(self.model, self.draft_model)],
-            available_memory=self.available_memory,
+            model=wire.model_info_to_proto(self._info),
+            layers=[wire.layer_to_proto(spec) for spec in layer_kv_specs(self._model, self._draft_model)],
+            available_memory=self._available_memory,
             bucket_rules=wire.bucket_rules_to_proto(BUCKET_RULES),
+            model_fingerprint=self._fingerprint,
+            boot_id=self.boot_id,
+            last_epoch=0 if runner is None else runner.configure.epoch,
+            last_step=0 if runner is None else runner.last_step,
+        )
+
+
+def model_fingerprint(model: Model, draft_model: Model | None) -> bytes:
+    """Of all that a worker's answers depend on."""
+    return joined([model.fingerprint] if draft_model is None else [model.fingerprint, draft_model.fingerprint])
+
+
+def _expect(message: pb.AttachWorkerResponse, kind: str) -> None:
+    if message.WhichOneof("message") != kind:
+        raise ProtocolError(
+            f"expected a {kind} from the engine, got {message.WhichOneof('message')}; run the same version of"
+            " Blockplane on both."
         )
 
 

@@ -16,6 +16,8 @@ class Model(Protocol):
     """Of what the layers keep in their caches: `dtype`, or "float8_e4m3fn"."""
     attentions: tuple[Attention, ...]
     """One per layer, in layer order; the runner binds their KV caches."""
+    fingerprint: bytes
+    """The same for every process that loaded the same model for the same arithmetic."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, batches: AttentionBatches) -> Tensor:
         """int64 [num_tokens] twice -> hidden states [num_tokens, hidden_size]; writes these tokens' KV."""

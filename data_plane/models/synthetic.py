@@ -28,6 +28,7 @@ from torch import Tensor
 
 from blockplane.data_plane.attention import Attention, AttentionBatches, AttentionSpec
 from blockplane.data_plane.models import synthetic_arithmetic as arithmetic
+from blockplane.data_plane.models.fingerprint import fingerprint
 from blockplane.data_plane.models.synthetic_arithmetic import (
     NUM_CHANNELS,
     NUM_CODE_CHANNELS,
@@ -63,6 +64,7 @@ class SyntheticModel:
         """`step_seconds` is slept in every forward, for a model of that cost. `kv_cache_dtype`: None = `dtype`."""
         self.dtype = dtype
         self.kv_cache_dtype = kv_cache_dtype or dtype
+        self.fingerprint = fingerprint(f"synthetic {dtype} {self.kv_cache_dtype}", ())
         self.attentions = tuple(
             Attention(
                 AttentionSpec(

@@ -6,6 +6,7 @@ from torch.nn import functional
 
 from blockplane.data_plane.attention import Attention, AttentionBatches, AttentionSpec
 from blockplane.data_plane.models.config import LayerConfig, ModelConfig, RopeConfig
+from blockplane.data_plane.models.fingerprint import fingerprint
 from blockplane.data_plane.models.linear import fastest_linear
 from blockplane.data_plane.models.rope import rotary_table, rotate
 from blockplane.data_plane.models.weights import DecoderWeights, LayerWeights
@@ -29,6 +30,8 @@ class Transformer:
         self.vocab_size = config.vocab_size
         self.dtype = str(weights.embeddings.dtype).removeprefix("torch.")
         self.kv_cache_dtype = kv_cache_dtype or self.dtype
+        kv_scales = [(layer.k_scale, layer.v_scale) for layer in weights.layers]
+        self.fingerprint = fingerprint(f"{config} {self.kv_cache_dtype} {kv_scales}", weights.named_tensors())
         self._embeddings = fastest_linear(weights.embeddings)
         self._output = self._embeddings if config.tied_embeddings else fastest_linear(weights.output)
         # Rounded to the model's dtype, as the checkpoint's makers trained it.

@@ -11,11 +11,11 @@ from test_graphs import TinyModel
 from torch import Tensor
 
 from blockplane.control_plane.engine.kv_planning import RankKV, plan_kv_cache
-from blockplane.data_plane import __main__ as worker_process
 from blockplane.data_plane.attention import BUCKET_RULES, Attention, AttentionBatches, AttentionSpec
 from blockplane.data_plane.draft_model import DraftModel
 from blockplane.data_plane.graphs import Shape, shapes_of
 from blockplane.data_plane.kv_cache import attentions_of, layer_kv_specs
+from blockplane.data_plane.loading.named import load_draft_model, load_named
 from blockplane.protos.config import load_config
 from blockplane.protos.errors import ConfigurationError, ProtocolError
 
@@ -162,7 +162,7 @@ def test_an_engine_that_counts_on_fewer_gets_fewer_and_one_that_counts_on_none_g
 
 def loaded_draft_model(**settings: str) -> object:
     config = load_config({"model": "synthetic", "num_draft_tokens": "2", **settings}, {})
-    return worker_process._load_draft_model(config, worker_process._load(config.model, config)[1])
+    return load_draft_model(config, load_named(config.model, config)[1])
 
 
 def test_the_draft_model_that_the_settings_name_is_loaded_if_there_are_drafts() -> None:
@@ -185,6 +185,6 @@ def test_a_draft_model_that_cannot_guess_all_that_the_target_may_say_is_refused(
     config = load_config(
         {"model": "synthetic", "num_draft_tokens": "2", "draft_source": "model", "draft_model": "synthetic"}, {}
     )
-    info = replace(worker_process._load("synthetic", config)[1], **changes)
+    info = replace(load_named("synthetic", config)[1], **changes)
     with pytest.raises(ConfigurationError, match=message):
-        worker_process._load_draft_model(config, info)
+        load_draft_model(config, info)

@@ -13,11 +13,11 @@ from test_attention import NUM_TOKENS, SPECS, dense
 from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from blockplane.data_plane.__main__ import _load
 from blockplane.data_plane.attention import Attention, AttentionBatches, AttentionSpec, DecodeBatch, PrefillBatch
 from blockplane.data_plane.kv_cache import layer_kv_specs
 from blockplane.data_plane.loading.build import load_model
 from blockplane.data_plane.loading.checkpoint import open_checkpoint
+from blockplane.data_plane.loading.named import load_named
 from blockplane.data_plane.models.transformer import Transformer
 from blockplane.protos.config import Config
 from blockplane.protos.errors import ModelError
@@ -239,7 +239,7 @@ def test_a_quantization_of_the_kv_alone_is_served_and_one_of_weights_is_not(
 @pytest.mark.parametrize(("setting", "dtype"), [("auto", "float32"), ("fp8_e4m3", "float8_e4m3fn")])
 def test_the_setting_reaches_the_layers(gemma: Path, setting: str, dtype: str) -> None:
     for name in (str(gemma), "synthetic"):
-        model, _ = _load(name, Config(dtype="float32", kv_cache_dtype=setting))
+        model, _ = load_named(name, Config(dtype="float32", kv_cache_dtype=setting))
         assert {spec.dtype for spec in layer_kv_specs(model)} == {dtype}
 
 

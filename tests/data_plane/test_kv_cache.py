@@ -1,14 +1,16 @@
 """KV cache groups and tensors: the synthetic model's text over each layout, and the layouts that are refused."""
 
 import random
+import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from engine_player import EnginePlayer
 from synthetic_oracle import continue_greedily
 
-from blockplane.data_plane.kv_cache import layer_kv_specs
+from blockplane.data_plane.kv_cache import bind_kv_caches, layer_kv_specs
 from blockplane.data_plane.models.synthetic import SyntheticModel
 from blockplane.data_plane.models.synthetic_arithmetic import NUM_CHANNELS, NUM_KV_HEADS, WINDOWS
 from blockplane.data_plane.runner import Runner
@@ -226,3 +228,18 @@ def test_layers_are_named_by_their_place_and_say_what_they_see() -> None:
     assert {(spec.num_kv_heads, spec.head_dim, spec.dtype) for spec in specs} == {
         (NUM_KV_HEADS, NUM_CHANNELS, "bfloat16")
     }
+
+
+def test_an_earlier_layout_s_memory_is_given_back_before_the_next_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SyntheticModel("float32")
+    bind_kv_caches(model, HYBRID)
+    earlier = [weakref.ref(cache) for attention in model.attentions for cache in attention.caches or ()]
+    assert all(cache() is not None for cache in earlier)
+    allocate = torch.zeros
+
+    def zeros(*shape: Any, **options: Any) -> torch.Tensor:
+        assert all(cache() is None for cache in earlier)
+        return allocate(*shape, **options)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    bind_kv_caches(model, ONE_TENSOR)

@@ -65,6 +65,21 @@ def test_the_decode_set_stays_until_a_plan_changes_it() -> None:
     assert rows.decode_rows.tolist() == [1]
 
 
+def test_rows_that_are_reset_are_as_new_and_count_steps_from_where_they_are_told() -> None:
+    rows = prefilled_rows()
+    rows.apply(StepPlan(2, decode_rows=column(1)))
+    rows.reset(replace(CONFIGURE, last_step=40, epoch=3))
+    assert not rows.num_tokens.any()
+    assert not rows.block_table.num_blocks.any()
+    assert not rows.block_table.block_ids.any()
+    assert rows.decode_rows.size == rows.decode_num_tokens.size == 0
+    with pytest.raises(ProtocolError, match="step 1 does not follow step 40"):
+        rows.apply(first_plan())
+    rows.reset(CONFIGURE)
+    rows.apply(first_plan())
+    assert rows.block_table.block_ids[0, 1, :3].tolist() == [7, 3, 0]
+
+
 def test_a_released_row_is_free_and_has_no_blocks_left() -> None:
     rows = prefilled_rows()
     rows.apply(StepPlan(2, released_rows=column(1)))

@@ -1,0 +1,100 @@
+"""The worker's end of one stream: what goes out, in order, and heartbeats where nothing does. Knows no steps."""
+
+from collections.abc import Iterator
+from queue import Empty, SimpleQueue
+from threading import Thread, Timer
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from blockplane.protos.errors import ProtocolError
+from blockplane.v1 import engine_pb2 as pb
+
+_ATTACH_WORKER = f"/{pb.DESCRIPTOR.services_by_name['Engine'].full_name}/AttachWorker"
+FIRST_HEARTBEAT_SECONDS = 1.0
+"""How often, until the engine has said."""
+HEARTBEAT = pb.AttachWorkerRequest(heartbeat=pb.Heartbeat())
+LEAVING = pb.AttachWorkerRequest(leaving=pb.Leaving())
+
+
+class EngineStream:
+    """One attach, from its hello to its end; iterating gives what the engine sends.
+
+    gRPC takes what goes out in a thread of its own, which lives through steps and builds: they leave Python's lock.
+    """
+
+    def __init__(self, channel: grpc.Channel, hello: pb.WorkerHello) -> None:
+        self._outgoing: SimpleQueue[pb.AttachWorkerRequest | None] = SimpleQueue()
+        self._heartbeat_seconds: float | None = FIRST_HEARTBEAT_SECONDS
+        self.send(pb.AttachWorkerRequest(hello=hello))
+        # Answers are bytes, which are read here: gRPC would call what is no message of ours a failure of the stream.
+        attach: grpc.StreamStreamMultiCallable[pb.AttachWorkerRequest, bytes]
+        attach = channel.stream_stream(_ATTACH_WORKER, pb.AttachWorkerRequest.SerializeToString)
+        self._call = attach(self._requests())
+        self._incoming: SimpleQueue[pb.AttachWorkerResponse | Exception | None] = SimpleQueue()
+        Thread(target=self._read, name="engine stream", daemon=True).start()
+
+    def __iter__(self) -> Iterator[pb.AttachWorkerResponse]:
+        """
+        Raises:
+            grpc.RpcError: the stream breaks, or the engine ends it with an error.
+            ProtocolError: what the engine sends is no message.
+        """
+        while (item := self._incoming.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+    def _read(self) -> None:
+        """Have what comes ready before it is asked for: gRPC would begin to look for it only then."""
+        try:
+            for data in self._call:
+                self._incoming.put(_decoded(data))
+        except grpc.RpcError as error:
+            self._incoming.put(error)
+        self._incoming.put(None)
+
+    def send(self, message: pb.AttachWorkerRequest) -> None:
+        """Have a message sent behind all that were; safe in a signal handler."""
+        self._outgoing.put(message)
+
+    def set_heartbeat(self, milliseconds: int) -> None:
+        """Give a sign of life as often, from now on; 0 = none."""
+        self._heartbeat_seconds = milliseconds / 1000 or None
+        if milliseconds:
+            # Whoever waits for something to send does so for as long as was said before.
+            self.send(HEARTBEAT)
+
+    def end_with(self, last: pb.AttachWorkerRequest, seconds: float) -> None:
+        """Send a last message, and wait until the engine has ended the stream for it, or for so long."""
+        self.send(last)
+        self._outgoing.put(None)
+        timer = Timer(seconds, self._call.cancel)
+        timer.daemon = True
+        timer.start()
+        while self._incoming.get() is not None:
+            pass
+        timer.cancel()
+
+    def close(self) -> None:
+        self._outgoing.put(None)
+        self._call.cancel()
+
+    def _requests(self) -> Iterator[pb.AttachWorkerRequest]:
+        while True:
+            try:
+                message = self._outgoing.get(timeout=self._heartbeat_seconds)
+            except Empty:
+                if self._heartbeat_seconds is None:
+                    continue
+                message = HEARTBEAT
+            if message is None:
+                return
+            yield message
+
+
+def _decoded(data: bytes) -> pb.AttachWorkerResponse | ProtocolError:
+    try:
+        return pb.AttachWorkerResponse.FromString(data)
+    except DecodeError:
+        return ProtocolError("the engine sent what is no message; run the same version on both.")

@@ -1,0 +1,130 @@
+"""`blockplane replay FILE`: runs a worker's record again and compares every result. Knows no streams."""
+
+import logging
+import sys
+
+import torch
+
+from blockplane.data_plane.differences import first_difference
+from blockplane.data_plane.kept_runner import runner_for
+from blockplane.data_plane.loading.named import load_draft_model, load_named
+from blockplane.data_plane.models.interface import Model
+from blockplane.data_plane.record import read_record
+from blockplane.data_plane.rows import Rows
+from blockplane.data_plane.runner import Runner
+from blockplane.data_plane.threads import num_usable_cores
+from blockplane.data_plane.worker import model_fingerprint
+from blockplane.protos import wire
+from blockplane.protos.config import Config
+from blockplane.protos.errors import ConfigurationError, ProtocolError, ReplayError
+from blockplane.protos.model import ModelInfo
+from blockplane.protos.plan import Configure, StepPlan, StepResult
+from blockplane.protos.process import run_process
+from blockplane.v1 import engine_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+
+class Replay:
+    """A worker without an engine: it takes a record's entries in their order.
+
+    Attributes:
+        num_attaches, num_results: that came so far.
+    """
+
+    def __init__(
+        self, model: Model, info: ModelInfo, num_draft_tokens: int = 0, draft_model: Model | None = None
+    ) -> None:
+        """What the recorded worker had."""
+        self.num_attaches = self.num_results = 0
+        self._model, self._info = model, info
+        self._num_draft_tokens, self._draft_model = num_draft_tokens, draft_model
+        self._runner: Runner | None = None
+        self._rows: Rows | None = None
+        """What the record says of the rows, without the model."""
+        self._plan: StepPlan | None = None
+        self._again: StepResult | ProtocolError | None = None
+        """What came of the plan now."""
+
+    def take(self, entry: pb.RecordEntry) -> None:
+        """Carry out an entry.
+
+        Raises:
+            ReplayError: a result is not the recorded one.
+            ConfigurationError: the record is another model's, or has no such order.
+        """
+        kind = entry.WhichOneof("entry")
+        if kind == "attach":
+            self._attach(entry.attach)
+        elif kind == "plan":
+            self._step(wire.plan_from_proto(entry.plan))
+        elif kind == "result":
+            self._compare(wire.result_from_proto(entry.result))
+
+    def end(self) -> None:
+        """Say what the record lacks."""
+        if self._plan is not None:
+            what = f"refused now too: {self._again}" if isinstance(self._again, ProtocolError) else "computed now"
+            logger.warning("step %d has no result on record; it is %s", self._plan.step, what)
+        self._plan = self._again = None
+
+    def _attach(self, attach: pb.RecordedAttach) -> None:
+        self.end()
+        if attach.model_fingerprint != model_fingerprint(self._model, self._draft_model):
+            raise ConfigurationError(
+                f"the record is not of {self._info.name} as these settings load it; give those of the worker that made"
+                " it (model, dtype, kv_cache_dtype, draft_source, draft_model)."
+            )
+        configure = wire.configure_from_proto(attach.configure)
+        self._runner = runner_for(configure, self._runner, self._build)
+        self._rows = Rows(configure)
+        self.num_attaches += 1
+
+    def _build(self, configure: Configure) -> Runner:
+        return Runner(
+            self._model,
+            configure,
+            self._info.eos_token_ids,
+            num_draft_tokens=self._num_draft_tokens,
+            draft_model=self._draft_model,
+        )
+
+    def _step(self, plan: StepPlan) -> None:
+        self.end()
+        if self._runner is None or self._rows is None:
+            raise ConfigurationError("the record has a plan before any attach; name a record from its beginning.")
+        self._plan = plan
+        try:
+            self._rows.apply(plan)
+            self._again = self._runner.step(plan)
+        except ProtocolError as error:
+            self._again = error
+
+    def _compare(self, recorded: StepResult) -> None:
+        plan, again, rows = self._plan, self._again, self._rows
+        if plan is None or again is None or rows is None:
+            raise ConfigurationError("the record has a result without its plan; name a record from its beginning.")
+        if isinstance(again, ProtocolError):
+            raise ReplayError(f"step {plan.step} has a result on record, and is refused now: {again}")
+        difference = first_difference(rows, plan, recorded, again)
+        if difference is not None:
+            raise ReplayError(f"after {self.num_results} equal results, step {plan.step} differs in {difference}.")
+        rows.fold(plan, recorded)
+        self.num_results += 1
+        self._plan = self._again = None
+
+
+def serve(config: Config) -> None:
+    """Replay `config.record`. Raises as `Replay.take` does."""
+    torch.set_num_threads(config.num_threads or num_usable_cores())
+    model, info = load_named(config.model, config)
+    replay = Replay(model, info, config.num_draft_tokens, load_draft_model(config, info))
+    for entry in read_record(config.record):
+        replay.take(entry)
+    replay.end()
+    print(f"{replay.num_results} results of {replay.num_attaches} attaches are the same, bit for bit.")
+
+
+if __name__ == "__main__":
+    description = "Runs a worker's record again and compares every result, bit for bit; 1 = one differs."
+    sys.exit(run_process("replay", description, serve, operand="record"))
