@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from blockplane import __version__
 from blockplane.client.generate import add_flags, generate
-from blockplane.client.processes import MODULES, command_line, environment
+from blockplane.client.processes import MODULES, TOOLS, command_line, environment
 from blockplane.client.up import up
 from blockplane.protos.config import add_settings
 from blockplane.protos.errors import BlockplaneError, CapacityError
@@ -17,7 +17,7 @@ from blockplane.protos.process import EXIT_FAILED
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one sub-command. Returns the exit status; a failure that we foresee is one sentence on standard error."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments and arguments[0] in MODULES:
+    if arguments and arguments[0] in {**MODULES, **TOOLS}:
         _become(arguments[0], arguments[1:])
     parser = _parser()
     flags = parser.parse_args(arguments)
@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name in MODULES:
         subparsers.add_parser(name, help=f"run only the {name}", add_help=False)
+    subparsers.add_parser("replay", help="run a worker's record again and compare", add_help=False)
     return parser
 
 

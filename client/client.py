@@ -1,32 +1,33 @@
 """The Python client of `blockplane.v1.Inference`, synchronous and typed; knows neither terminals nor processes."""
 
+import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+from blockplane.client.failures import typed_errors
+from blockplane.client.reattach import reattaching
 from blockplane.client.values import Delta, ServedModel, delta_from_proto, served_model_from_proto
 from blockplane.protos.channel import PEER_OPTIONS
 from blockplane.protos.errors import (
-    BlockplaneError,
-    CapacityError,
     DeadlineError,
     InvalidRequestError,
     UnavailableError,
-    error_of_status,
 )
 from blockplane.v1 import inference_pb2 as pb
 from blockplane.v1.inference_pb2_grpc import InferenceStub
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
-_RETRY_PUSHBACK = "grpc-retry-pushback-ms"
-"""Trailing metadata, gRPC's own: milliseconds (https://github.com/grpc/proposal, A6, "Pushback")."""
+_CALLER = "blockplane-caller"
+"""Metadata: whom a request belongs to."""
 
 _CHANNEL_OPTIONS: list[tuple[str, int]] = [
     *PEER_OPTIONS,
@@ -37,6 +38,9 @@ _CHANNEL_OPTIONS: list[tuple[str, int]] = [
 ]
 
 
+_Request = TypeVar("_Request", pb.GenerateRequest, pb.ResumeRequest)
+
+
 class Client:
     """One connection to a frontend; made when first used, and made again when lost.
 
@@ -44,9 +48,13 @@ class Client:
     sentence, UnavailableError where no server answers. Any thread may call it.
     """
 
-    def __init__(self, address: str) -> None:
-        """Say where the frontend listens: host:port or unix:PATH."""
+    def __init__(self, address: str, caller: str = "") -> None:
+        """Say where the frontend listens: host:port or unix:PATH; and who asks, printable ASCII.
+
+        Only the same caller can resume a request; nobody checks who calls by that name.
+        """
         self._address = address
+        self._metadata = ((_CALLER, caller),) if caller else ()
         self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
         self._inference = InferenceStub(self._channel)
         self._health = HealthStub(self._channel)
@@ -92,6 +100,7 @@ class Client:
         cache_salt: str = "",
         skip_prefix_cache: bool = False,
         timeout: float | None = None,
+        reattach_seconds: float = 0.0,
     ) -> Iterator[Delta]:
         """Continue one prompt, given as text or as token ids.
 
@@ -122,11 +131,13 @@ class Client:
             logprobs: tell of each output token how likely it was, and as many of the likeliest ids, at most 20; None =
                 tell nothing.
             prompt_logprobs: the same of each token of the prompt but the first.
-            request_id: for `abort`; unique among live requests; None = the server draws one.
+            request_id: for `abort` and `resume`; unique among live requests; None = one is drawn.
             priority: less comes first; a request that waits gains on all that come later.
             cache_salt: only requests of the same salt share cached prefixes.
             skip_prefix_cache: neither use cached prefixes nor leave any.
             timeout: seconds that the whole request may take, waiting included; None = no limit.
+            reattach_seconds: if the call ends UNAVAILABLE, resume it until nothing came for so long; each token comes
+                once. Log-probabilities of tokens that had not arrived by then are lost. The server needs a journal.
 
         Raises:
             InvalidRequestError: a value that the protocol cannot carry, at once; or that the server refuses, on `next`.
@@ -157,7 +168,7 @@ class Client:
                 prompt_logprobs=prompt_logprobs,
             )
             request = pb.GenerateRequest(
-                request_id=request_id or "",
+                request_id=request_id or (secrets.token_hex(8) if reattach_seconds > 0 else ""),
                 sampling_params=params,
                 num_samples=num_samples,
                 priority=priority,
@@ -170,11 +181,51 @@ class Client:
                 request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))
         except ValueError as error:
             raise InvalidRequestError(f"the request cannot be sent: {error}; correct that value.") from None
-        return self._stream(request, timeout)
+        if reattach_seconds <= 0:
+            return self._generate(request, timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        return reattaching(
+            partial(self._generate, request, deadline=deadline),
+            partial(self._resume, request.request_id, deadline=deadline),
+            max(1, num_samples),
+            reattach_seconds,
+        )
 
-    def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> Iterator[Delta]:
+    def resume(
+        self, request_id: str, from_tokens: Sequence[int] = (), *, timeout: float | None = None
+    ) -> Iterator[Delta]:
+        """Stream the rest of a request whose stream broke; one that is still open elsewhere ends.
+
+        Args:
+            from_tokens: how many tokens of each sample have arrived; none = begin with the first.
+            timeout: seconds that this call may take; the request keeps the deadline that it began with.
+
+        Raises:
+            NotFoundError: this caller has no request of that id, or its end is too long ago, or there is no journal.
+            DataLossError: more has arrived than the server knows of; begin anew.
+            BlockplaneError: as of `generate`, on `next`.
+        """
+        return self._resume(request_id, from_tokens, timeout)
+
+    def _generate(
+        self, request: pb.GenerateRequest, timeout: float | None = None, deadline: float | None = None
+    ) -> Generator[Delta, None, None]:
+        return self._stream(self._inference.Generate, request, _seconds_left(timeout, deadline))
+
+    def _resume(
+        self, request_id: str, from_tokens: Sequence[int], timeout: float | None = None, deadline: float | None = None
+    ) -> Generator[Delta, None, None]:
+        request = pb.ResumeRequest(request_id=request_id, from_tokens=from_tokens)
+        return self._stream(self._inference.Resume, request, _seconds_left(timeout, deadline))
+
+    def _stream(
+        self,
+        method: "grpc.UnaryStreamMultiCallable[_Request, pb.GenerateResponse]",
+        request: _Request,
+        timeout: float | None,
+    ) -> Generator[Delta, None, None]:
         with self._typed_errors():
-            call = self._inference.Generate(request, timeout=timeout)
+            call = method(request, timeout=timeout, metadata=self._metadata)
             try:
                 for response in call:
                     yield delta_from_proto(response)
@@ -217,35 +268,13 @@ class Client:
             finally:
                 watch.cancel()
 
-    @contextmanager
-    def _typed_errors(self) -> Iterator[None]:
-        """The one edge at which gRPC's failures become ours."""
-        try:
-            yield
-        except grpc.RpcError as error:
-            raise self._error(error) from None
-
-    def _error(self, failure: grpc.RpcError) -> BlockplaneError:
-        status, details = failure.code(), failure.details() or ""
-        # Our servers speak in sentences; other words are gRPC's own account of a connection.
-        if not details.endswith("."):
-            if status is grpc.StatusCode.DEADLINE_EXCEEDED:
-                return DeadlineError(f"{self._address} did not answer in time; retry, or allow more time.")
-            if status is grpc.StatusCode.UNAVAILABLE:
-                cause = details.rpartition(": ")[2]
-                return UnavailableError(f"no server answers on {self._address} ({cause}); start it, or name another.")
-        error = error_of_status(status, details)
-        if isinstance(error, CapacityError):
-            error.retry_after_seconds = _retry_after_seconds(failure)
-        return error
+    def _typed_errors(self) -> AbstractContextManager[None]:
+        return typed_errors(self._address)
 
 
-def _retry_after_seconds(failure: grpc.RpcError) -> float | None:
-    """When the server would be called again; None where it does not say, or says never, which is a negative number."""
-    for item in failure.trailing_metadata() or ():
-        if item.key == _RETRY_PUSHBACK and isinstance(item.value, str) and item.value.isdecimal():
-            return int(item.value) / 1000
-    return None
+def _seconds_left(timeout: float | None, deadline: float | None) -> float | None:
+    """Until whichever of the two there is: seconds from now, or a time of the monotonic clock; None = for ever."""
+    return timeout if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def _several(texts: str | Sequence[str]) -> Sequence[str]:

@@ -25,6 +25,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--priority", type=int, metavar="N", help="less comes first (default: 0)")
     parser.add_argument("--skip-prefix-cache", action="store_true", help="neither use cached prefixes nor leave any")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after so long (default: never)")
+    parser.add_argument("--request-id", metavar="ID", help="unique among live requests (default: drawn)")
+    parser.add_argument(
+        "--reattach-seconds", type=float, metavar="SECONDS", help="resume a broken stream for so long (default: 0)"
+    )
     _add_ends(parser)
     _add_draws(parser)
     _add_limits(parser)
@@ -75,7 +79,7 @@ def generate(flags: argparse.Namespace) -> int:
     arguments = _arguments(flags)
     show = print_json if flags.json else print_samples if arguments.get("num_samples", 1) > 1 else print_text
     try:
-        with Client(load_config(vars(flags)).address) as client:
+        with Client(_address(flags)) as client:
             show(client.generate(read_prompt(flags.prompt), **arguments))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -84,6 +88,11 @@ def generate(flags: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     return 0
+
+
+def _address(flags: argparse.Namespace) -> str:
+    # A flag that is an argument of the request may have a setting's name.
+    return load_config({name: value for name, value in vars(flags).items() if name in ("address", "config")}).address
 
 
 def _arguments(flags: argparse.Namespace) -> dict[str, Any]:

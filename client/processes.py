@@ -17,13 +17,16 @@ MODULES: Mapping[str, str] = {
 }
 """In the order in which they stop: requests that are under way may end while those that serve them still live."""
 
+TOOLS: Mapping[str, str] = {"replay": "blockplane.data_plane.replay"}
+"""What starts like these, but serves nobody."""
+
 STOP_SECONDS = 5.0
-"""How long a child may take to end after SIGTERM, before SIGKILL."""
+"""How long a child that has nothing to finish may take to end after SIGTERM, before SIGKILL."""
 
 
 def command_line(name: str, arguments: Sequence[str]) -> list[str]:
-    """What starts the process `name`, a key of MODULES, under this very Python."""
-    return [sys.executable, "-m", MODULES[name], *arguments]
+    """What starts the process `name`, a key of MODULES or TOOLS, under this very Python."""
+    return [sys.executable, "-m", {**MODULES, **TOOLS}[name], *arguments]
 
 
 def environment() -> dict[str, str]:
@@ -75,11 +78,11 @@ class Child:
         how = f"signal {-status} ended it" if status < 0 else f"it ended with exit status {status}"
         raise BlockplaneError(f"the {self.name} is gone: {how}; its last lines, if any, are above.")
 
-    def stop(self) -> None:
-        """Ask it to end, by SIGTERM, and wait for STOP_SECONDS at most."""
+    def stop(self, drain_seconds: float) -> None:
+        """Ask it to end, by SIGTERM, and wait for so long, and STOP_SECONDS more, at most."""
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_SECONDS)
+            self._process.wait(drain_seconds + STOP_SECONDS)
 
     def kill(self) -> None:
         """End it if it still runs, with all that it started, and let its last lines pass."""
@@ -89,11 +92,14 @@ class Child:
         self._listener.join(STOP_SECONDS)
 
 
-def stop(children: Sequence[Child]) -> None:
-    """End them in their order, kindly; whatever happens meanwhile, none is left."""
+def stop(children: Sequence[Child], drain_seconds: float = 0.0) -> None:
+    """End them in their order, kindly; whatever happens meanwhile, none is left.
+
+    `drain_seconds`: how long each may take to finish what it does.
+    """
     try:
         for child in children:
-            child.stop()
+            child.stop(drain_seconds)
     finally:
         for child in children:
             child.kill()

@@ -14,7 +14,7 @@ from typing import Any
 from blockplane.client.client import Client
 from blockplane.client.processes import MODULES, Child, stop
 from blockplane.protos.config import Config, as_flags, load_config
-from blockplane.protos.errors import ConfigurationError, UnavailableError
+from blockplane.protos.errors import BlockplaneError, ConfigurationError, UnavailableError
 
 EXIT_INTERRUPTED = 130
 """What shells report of a command that SIGINT ended."""
@@ -57,12 +57,17 @@ def _run(config: Config, command: Sequence[str]) -> int:
 @contextmanager
 def _children(config: Config) -> Iterator[list[Child]]:
     children: list[Child] = []
+    drain_seconds = float(config.drain_seconds)
     try:
         for name in MODULES:
             children.append(Child(name, as_flags(config)))
         yield children
+    except BlockplaneError:
+        # What lacks one of its processes finishes nothing.
+        drain_seconds = 0.0
+        raise
     finally:
-        stop(children)
+        stop(children, drain_seconds)
 
 
 def _check(children: Sequence[Child]) -> None:

@@ -31,8 +31,8 @@ class Frontend:
     def __init__(self, config: Config) -> None:
         self._address = config.address
         self._health = HealthServicer()
-        self._link = EngineLink(config.engine_address, self._on_model)
-        self._service = InferenceService(self._link)
+        self._link = EngineLink(config, self._on_model)
+        self._service = InferenceService(self._link, config)
         self._last: tuple[ModelInfo, Text] | None = None
 
     async def serve(self) -> None:
@@ -43,7 +43,12 @@ class Frontend:
         names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         logger.info("frontend listening on %s", self._address)
-        await serve_until_stopped(server, self._link.run())
+        await serve_until_stopped(server, self._link.run(), drain=self._drain)
+
+    async def _drain(self) -> None:
+        # From now on nothing makes it SERVING again.
+        await self._health.enter_graceful_shutdown()
+        await self._service.drain()
 
     async def _on_model(self, model: ModelInfo | None) -> None:
         """Serve a model, or none; a tokenizer takes seconds to build, so it is built off the loop and kept."""

@@ -7,17 +7,18 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import repeat
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import grpc
 
+from blockplane.control_plane.frontend.token_stream import Reader, TokenStream
 from blockplane.protos import delivery_wire as wire
-from blockplane.protos.channel import PEER_OPTIONS, RECONNECT_SECONDS
-from blockplane.protos.delivery import Delivery, FrontendBatch, Submission
+from blockplane.protos.channel import RECONNECT_SECONDS, peer_options
+from blockplane.protos.config import Config
+from blockplane.protos.delivery import Delivery, FrontendBatch, Resumption, Submission
 from blockplane.protos.errors import BlockplaneError, UnavailableError, error_of_status
-from blockplane.protos.finish import FinishReason
-from blockplane.protos.logprobs import Logprobs, join
 from blockplane.protos.model import ModelInfo
+from blockplane.protos.sampling import MAX_SAMPLES
 from blockplane.v1 import engine_pb2 as pb
 from blockplane.v1.engine_pb2_grpc import EngineStub
 
@@ -26,95 +27,68 @@ logger = logging.getLogger(__name__)
 FrontendCall: TypeAlias = "grpc.aio.StreamStreamCall[pb.AttachFrontendRequest, pb.AttachFrontendResponse]"
 
 
-class News(NamedTuple):
-    """What a stream has got since it was last looked at; `outcome` is None while it goes on.
-
-    `logprobs` are those of `token_ids`, `prompt_logprobs` those of the prompt's next tokens, from its second on; None =
-    nothing is told.
-    """
-
-    token_ids: list[int]
-    outcome: FinishReason | BlockplaneError | None
-    logprobs: Logprobs | None = None
-    prompt_logprobs: Logprobs | None = None
-
-
-class TokenStream:
-    """Tokens of one sample on their way to its client. Filled by the link, emptied by the call; coalesces between."""
-
-    def __init__(self, stream_id: int, filled: asyncio.Event) -> None:
-        """`filled` is set whenever something comes; a request's samples share it, so that one wait is for them all."""
-        self.stream_id = stream_id
-        self.num_cached_tokens = 0
-        """Known at the end: tokens of the prompt that were not computed."""
-        self._filled = filled
-        self._token_ids: list[int] = []
-        self._logprobs: list[Logprobs] = []
-        self._prompt_logprobs: list[Logprobs] = []
-        self._outcome: FinishReason | BlockplaneError | None = None
-
-    @property
-    def has_ended(self) -> bool:
-        return self._outcome is not None
-
-    def put(self, token_ids: list[int], logprobs: Logprobs | None = None) -> None:
-        self._token_ids += token_ids
-        # Beside streams that are told of, others get columns without entries.
-        if logprobs is not None and logprobs.token_ids.size:
-            self._logprobs.append(logprobs)
-        self._filled.set()
-
-    def put_prompt_logprobs(self, logprobs: Logprobs) -> None:
-        self._prompt_logprobs.append(logprobs)
-        self._filled.set()
-
-    def end(self, outcome: FinishReason | BlockplaneError, num_cached_tokens: int = 0) -> None:
-        self._outcome, self.num_cached_tokens = outcome, num_cached_tokens
-        self._filled.set()
-
-    def take(self) -> News:
-        token_ids, self._token_ids = self._token_ids, []
-        logprobs, prompt_logprobs = None, None
-        if self._logprobs:
-            logprobs, self._logprobs = join(self._logprobs), []
-        if self._prompt_logprobs:
-            prompt_logprobs, self._prompt_logprobs = join(self._prompt_logprobs), []
-        return News(token_ids, self._outcome, logprobs, prompt_logprobs)
-
-
 class EngineLink:
     """Attaches to the engine and attaches again when the stream is lost; open streams end UNAVAILABLE meanwhile."""
 
-    def __init__(self, engine_address: str, on_model: Callable[[ModelInfo | None], Awaitable[None]]) -> None:
+    def __init__(self, config: Config, on_model: Callable[[ModelInfo | None], Awaitable[None]]) -> None:
         """`on_model` hears which model is served, None = none; also whenever the engine goes away."""
-        self._engine_address = engine_address
+        self._config = config
         self._on_model = on_model
         self._streams: dict[int, TokenStream] = {}
+        self._is_idle = asyncio.Event()
+        """Set while no stream is open."""
+        self._is_idle.set()
         self._next_stream_id = 0
         self._attached = False
         # What the next batch takes along.
         self._submissions: list[Submission] = []
         self._aborted_stream_ids: list[int] = []
         self._aborted_request_ids: list[str] = []
+        self._resumptions: list[Resumption] = []
+        self._parking: dict[int, bool] = {}
+        """Streams that are to be parked, and those that are no longer."""
         self._has_news = asyncio.Event()
 
-    def open(self, submission: Submission, filled: asyncio.Event) -> list[TokenStream]:
+    def open(self, submission: Submission, reader: Reader) -> list[TokenStream]:
         """Submit a request, under stream ids that the link draws in place of the submission's own.
 
         Returns:
-            One stream for each sample, to be closed when the call is over. All of them set `filled`.
+            One stream for each sample, to be closed when the call is over. `reader` reads them all.
 
         Raises:
             UnavailableError: there is no engine to send it to.
         """
+        streams = self._new_streams(submission.num_samples, reader)
+        self._submissions.append(replace(submission, stream_id=streams[0].stream_id))
+        self._has_news.set()
+        return streams
+
+    def resume(self, request_id: str, caller: str, reader: Reader) -> list[TokenStream]:
+        """Ask for the rest of a request of an earlier stream.
+
+        Returns:
+            A stream for each sample that it may have. On as many as it has comes what was before; on the first comes
+            the reason if it cannot be resumed. Each is to be closed, or left.
+
+        Raises:
+            UnavailableError: there is no engine to ask.
+        """
+        streams = self._new_streams(MAX_SAMPLES, reader)
+        self._resumptions.append(Resumption(streams[0].stream_id, request_id, caller))
+        self._has_news.set()
+        return streams
+
+    def _new_streams(self, number: int, reader: Reader) -> list[TokenStream]:
         if not self._attached:
             raise UnavailableError("the frontend is not attached to the engine; retry once health is SERVING.")
-        first_id = self._next_stream_id
-        self._next_stream_id += submission.num_samples
-        streams = [TokenStream(stream_id, filled) for stream_id in range(first_id, self._next_stream_id)]
+        first_id, limit = self._next_stream_id, self._config.stream_buffer_tokens
+        self._next_stream_id += number
+        streams = [
+            TokenStream(stream_id, reader, limit, self._set_parked)
+            for stream_id in range(first_id, self._next_stream_id)
+        ]
         self._streams.update((stream.stream_id, stream) for stream in streams)
-        self._submissions.append(replace(submission, stream_id=first_id))
-        self._has_news.set()
+        self._is_idle.clear()
         return streams
 
     def stop(self, stream: TokenStream) -> None:
@@ -125,18 +99,45 @@ class EngineLink:
 
     def close(self, stream: TokenStream) -> None:
         """The call is over; if the sample is not, it is aborted."""
-        if self._streams.pop(stream.stream_id, None) is not None:
+        if stream.stream_id in self._streams:
             self.stop(stream)
+            self.leave(stream)
+
+    def leave(self, stream: TokenStream) -> None:
+        """Nobody reads the stream any more, but its sample may go on."""
+        self._streams.pop(stream.stream_id, None)
+        self._parking.pop(stream.stream_id, None)
+        if not self._streams:
+            self._is_idle.set()
 
     def abort(self, request_ids: list[str]) -> None:
         """Ask for the end of requests, whichever frontend they came through."""
         self._aborted_request_ids += request_ids
         self._has_news.set()
 
+    async def wait_until_idle(self) -> None:
+        """Wait until no stream is open."""
+        await self._is_idle.wait()
+
+    def end_streams(self, error: BlockplaneError) -> None:
+        """End all open streams, here. What becomes of their requests the engine decides once we are gone."""
+        for stream in self._streams.values():
+            if not stream.has_ended:
+                stream.end(error)
+
+    def _set_parked(self, stream_id: int, is_parked: bool) -> None:
+        # What the engine has not heard of yet needs no undoing.
+        if self._parking.get(stream_id, is_parked) != is_parked:
+            del self._parking[stream_id]
+        else:
+            self._parking[stream_id] = is_parked
+            self._has_news.set()
+
     async def run(self) -> None:
         """Keep the stream up for ever. Raises BlockplaneError if the engine refuses this frontend for good."""
+        address, options = self._config.engine_address, peer_options(self._config.worker_timeout_seconds)
         while True:
-            async with grpc.aio.insecure_channel(self._engine_address, options=PEER_OPTIONS) as channel:
+            async with grpc.aio.insecure_channel(address, options=options) as channel:
                 try:
                     await self._run_attached(channel)
                 except grpc.aio.AioRpcError as error:
@@ -145,7 +146,7 @@ class EngineLink:
                 finally:
                     was_attached = await self._lose()
             if was_attached:
-                logger.warning("lost the engine at %s", self._engine_address)
+                logger.warning("lost the engine at %s", address)
             await asyncio.sleep(RECONNECT_SECONDS)
 
     async def _run_attached(self, channel: grpc.aio.Channel) -> None:
@@ -167,12 +168,20 @@ class EngineLink:
             await self._has_news.wait()
             self._has_news.clear()
             batch = FrontendBatch(
-                tuple(self._submissions), tuple(self._aborted_stream_ids), tuple(self._aborted_request_ids)
+                tuple(self._submissions),
+                tuple(self._aborted_stream_ids),
+                tuple(self._aborted_request_ids),
+                tuple(stream_id for stream_id, is_parked in self._parking.items() if is_parked),
+                tuple(stream_id for stream_id, is_parked in self._parking.items() if not is_parked),
+                tuple(self._resumptions),
             )
-            self._submissions, self._aborted_stream_ids, self._aborted_request_ids = [], [], []
+            self._forget_news()
             await call.write(wire.frontend_batch_to_proto(batch))
 
     def _deliver(self, delivery: Delivery) -> None:
+        for resumed in delivery.resumed:
+            if (stream := self._streams.get(resumed.stream_id)) is not None:
+                stream.put_resumed(resumed)
         token_ids = delivery.token_ids.tolist()
         start = 0
         stream_ids = delivery.stream_ids.tolist()
@@ -196,7 +205,11 @@ class EngineLink:
         for stream in self._streams.values():
             if not stream.has_ended:
                 stream.end(UnavailableError("the engine went away; send the request again."))
-        self._submissions, self._aborted_stream_ids, self._aborted_request_ids = [], [], []
+        self._forget_news()
         if was_attached:
             await self._on_model(None)
         return was_attached
+
+    def _forget_news(self) -> None:
+        self._submissions, self._aborted_stream_ids, self._aborted_request_ids = [], [], []
+        self._resumptions, self._parking = [], {}

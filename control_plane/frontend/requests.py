@@ -1,7 +1,7 @@
 """What a client's request means: prompt to ids, parameters to checked values, absent ones to defaults. No streams."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,9 @@ _FOREVER_SECONDS = 365 * 24 * 3600.0
 """Callers without a deadline may send one that lies as far away as their language can say."""
 
 
-def submission_of(request: pb.GenerateRequest, model: ModelInfo, text: Text, seconds_left: float | None) -> Submission:
+def submission_of(
+    request: pb.GenerateRequest, model: ModelInfo, text: Text, seconds_left: float | None, caller: str = ""
+) -> Submission:
     """The request as the engine takes it, on no stream yet. Raises InvalidRequestError naming the field at fault."""
     check_stop_texts(request.sampling_params.stop)
     if abs(request.priority) > MAX_PRIORITY:
@@ -44,7 +46,22 @@ def submission_of(request: pb.GenerateRequest, model: ModelInfo, text: Text, sec
         timeout_seconds=None if seconds_left is None or seconds_left > _FOREVER_SECONDS else seconds_left,
         cache_salt=request.cache_salt,
         skip_prefix_cache=request.skip_prefix_cache,
+        caller=caller,
+        frontend_state=frontend_state_of(request),
     )
+
+
+def frontend_state_of(request: pb.GenerateRequest) -> bytes:
+    """What of a request is needed to resume it: all but the prompt, which the engine has as ids."""
+    state = pb.GenerateRequest()
+    state.CopyFrom(request)
+    for prompt in ("text", "token_ids"):
+        state.ClearField(prompt)
+    return state.SerializeToString()
+
+
+def stop_texts_of(frontend_state: bytes) -> Sequence[str]:
+    return pb.GenerateRequest.FromString(frontend_state).sampling_params.stop
 
 
 def _prompt_token_ids(request: pb.GenerateRequest, model: ModelInfo, text: Text) -> list[int]:

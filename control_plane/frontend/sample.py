@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from blockplane.control_plane.frontend.engine_link import TokenStream
 from blockplane.control_plane.frontend.output import Output
-from blockplane.protos.delivery import Submission
+from blockplane.control_plane.frontend.token_stream import TokenStream
 from blockplane.protos.delivery_wire import FINISH_REASON_TO_PROTO
 from blockplane.protos.errors import BlockplaneError
 from blockplane.protos.finish import FinishReason
@@ -18,14 +17,15 @@ class Sample:
 
     def __init__(
         self,
+        request_id: str,
         index: int,
-        submission: Submission,
+        num_prompt_tokens: int,
         stream: TokenStream,
         output: Output,
         stop: Callable[[TokenStream], None],
     ) -> None:
         """`stop` asks for a stream's end, which is still to be told on it."""
-        self._index, self._submission = index, submission
+        self._request_id, self._index, self._num_prompt_tokens = request_id, index, num_prompt_tokens
         self._stream, self._output, self._stop = stream, output, stop
         self.has_ended = False
         self.failure: BlockplaneError | None = None
@@ -45,19 +45,29 @@ class Sample:
             self._stop(self._stream)
         if not token_ids and reason is None and news.prompt_logprobs is None:
             return None
-        response = pb.GenerateResponse(
-            request_id=self._submission.request_id, token_ids=token_ids, text=text, sample_index=self._index
-        )
+        response = self._response(token_ids, text)
         if news.logprobs is not None:
             response.logprobs.extend(islice(_told(news.logprobs), len(token_ids)))
         if news.prompt_logprobs is not None:
             response.prompt_logprobs.extend(_told(news.prompt_logprobs))
         if reason is not None:
             response.finish_reason = FINISH_REASON_TO_PROTO[reason]
-            response.usage.num_prompt_tokens = len(self._submission.prompt_token_ids)
+            response.usage.num_prompt_tokens = self._num_prompt_tokens
             response.usage.num_output_tokens = output.num_tokens
             response.usage.num_cached_tokens = self._stream.num_cached_tokens
         return response
+
+    def tell(self, token_ids: list[int]) -> pb.GenerateResponse | None:
+        """A message of tokens that did not come on the stream but before all that does; None where there are none."""
+        token_ids, text = self._output.push(token_ids)
+        if self._output.has_stopped:
+            self._stop(self._stream)
+        return self._response(token_ids, text) if token_ids else None
+
+    def _response(self, token_ids: list[int], text: str) -> pb.GenerateResponse:
+        return pb.GenerateResponse(
+            request_id=self._request_id, token_ids=token_ids, text=text, sample_index=self._index
+        )
 
     def _end(self, outcome: FinishReason | BlockplaneError) -> tuple[str, FinishReason | None]:
         """The text that was held back, and why the sample ended; None = it failed."""

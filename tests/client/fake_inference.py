@@ -17,19 +17,39 @@ WAIT_SECONDS = 60.0
 class FakeInference(InferenceServicer):
     """Streams `responses`, then goes on until the client leaves if `endless`, or ends as `failure` says.
 
-    A failure brings `trailing_metadata` along.
+    A failure brings `trailing_metadata` along. `parts` are the calls that end before that, Generate or Resume, each
+    with its responses and how it fails.
     """
 
     responses: tuple[pb.GenerateResponse, ...] = ()
     failure: tuple[grpc.StatusCode, str] | None = None
     trailing_metadata: tuple[tuple[str, str], ...] = ()
     endless: bool = False
+    parts: list[tuple[tuple[pb.GenerateResponse, ...], tuple[grpc.StatusCode, str] | None]] = field(
+        default_factory=list
+    )
+    resumptions: list[pb.ResumeRequest] = field(default_factory=list)
+    callers: list[object] = field(default_factory=list)
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def Generate(self, request, context):  # noqa: N802 - named by the .proto
         self.requests.append(request)
+        yield from self._stream(context)
+
+    def Resume(self, request, context):  # noqa: N802 - named by the .proto
+        self.resumptions.append(request)
+        yield from self._stream(context)
+
+    def _stream(self, context):
+        self.callers.append(dict(context.invocation_metadata()).get("blockplane-caller"))
+        if self.parts:
+            responses, failure = self.parts.pop(0)
+            yield from responses
+            if failure is not None:
+                context.abort(*failure)
+            return
         yield from self.responses
         if self.failure is not None:
             context.set_trailing_metadata(self.trailing_metadata)

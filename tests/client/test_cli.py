@@ -143,6 +143,16 @@ def test_flags_become_what_is_asked_of_the_scheduler(story_server: FakeServer):
     ]
 
 
+def test_a_broken_stream_is_resumed_for_as_long_as_the_flag_says(fake_server: FakeServer, capsys):
+    gone = (grpc.StatusCode.UNAVAILABLE, "the engine went away; send the request again.")
+    first, rest = pb.GenerateResponse(token_ids=[5], text="Once"), pb.GenerateResponse(token_ids=[6], text=" upon")
+    rest.finish_reason = pb.FINISH_REASON_STOP
+    fake_server.inference.parts = [((first,), gone), ((rest,), None)]
+    assert generate(fake_server, "hi", "--request-id", "mine", "--reattach-seconds", "30") == 0
+    assert capsys.readouterr().out == "Once upon\n"
+    assert fake_server.inference.resumptions == [pb.ResumeRequest(request_id="mine", from_tokens=[1])]
+
+
 def test_a_timeout_that_passes_is_one_sentence_and_exit_1(fake_server: FakeServer, capsys):
     fake_server.inference.endless = True
     assert generate(fake_server, "hi", "--timeout", "0.3") == 1

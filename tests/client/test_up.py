@@ -119,6 +119,19 @@ def test_sigint_ends_all_of_it_with_exit_0(start_up):
     assert "Error" not in up.stderr
 
 
+def test_sigterm_lets_an_open_stream_end_before_all_of_it_does(start_up):
+    up = start_up("--model", "synthetic")
+    up.wait_until_ready()
+    with Client(up.address) as client:
+        stream = client.generate([1, 2, 3], max_tokens=200, ignore_eos=True)
+        next(stream)
+        up.process.send_signal(signal.SIGTERM)
+        *_, last = stream
+    assert last.usage.num_output_tokens == 200
+    assert up.finish() == (0, "")
+    assert not up.children()
+
+
 def test_sigterm_ends_all_of_it_also_while_it_starts(start_up):
     up = start_up("--model", "synthetic")
     assert eventually(lambda: up.children().keys() == MODULES.keys())

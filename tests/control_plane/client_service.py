@@ -14,6 +14,7 @@ from small_tokenizers import byte_level
 
 from blockplane.control_plane.frontend.service import InferenceService
 from blockplane.control_plane.frontend.text import Text
+from blockplane.control_plane.serving import listening_server
 from blockplane.protos.delivery import Ending, Submission
 from blockplane.v1 import inference_pb2 as pb
 from blockplane.v1.inference_pb2_grpc import InferenceStub, add_InferenceServicer_to_server
@@ -33,11 +34,10 @@ class Service(Linked):
     async def start(self, folder: Path) -> None:
         await self.listen()
         self.client_address = f"unix:{folder}/frontend.sock"
-        service = InferenceService(self.link)
-        service.serve_model((MODEL, TEXT))
-        self.frontend = grpc.aio.server()
-        add_InferenceServicer_to_server(service, self.frontend)
-        self.frontend.add_insecure_port(self.client_address)
+        self.inference = InferenceService(self.link, self.config)
+        self.inference.serve_model((MODEL, TEXT))
+        self.frontend = listening_server(self.client_address)
+        add_InferenceServicer_to_server(self.inference, self.frontend)
         await self.frontend.start()
         self.channel = grpc.aio.insecure_channel(self.client_address)
         self.stub = InferenceStub(self.channel)
@@ -60,12 +60,14 @@ class Service(Linked):
 
 
 Scenario = Callable[[Service], Awaitable[None]]
-Play = Callable[[Scenario], None]
+Play = Callable[..., None]
 
 
-def play_in(folder: Path, scenario: Scenario) -> None:
+def play_in(folder: Path, scenario: Scenario, **settings: Any) -> None:
+    """`settings` are the frontend's."""
+
     async def main() -> None:
-        service = Service(folder)
+        service = Service(folder, **settings)
         await service.start(folder)
         try:
             await scenario(service)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from scripted_engine import SECONDS, Linked
 
-from blockplane.control_plane.frontend.engine_link import News, TokenStream
+from blockplane.control_plane.frontend.token_stream import News, Reader, TokenStream
 from blockplane.protos.delivery import Ending, FrontendBatch, Submission
 from blockplane.protos.errors import AbortedError, BlockplaneError, ProtocolError, UnavailableError
 from blockplane.protos.sampling import SamplingParams
@@ -30,7 +30,7 @@ def request(request_id: str) -> Submission:
 
 
 def test_tokens_that_wait_come_together_and_the_reason_comes_with_the_last() -> None:
-    stream = TokenStream(0, asyncio.Event())
+    stream = TokenStream(0, Reader(1), limit=100)
     stream.put([1, 2])
     stream.put([3])
     assert stream.take() == News([1, 2, 3], None)
@@ -43,31 +43,31 @@ def test_tokens_that_wait_come_together_and_the_reason_comes_with_the_last() -> 
 
 @pytest.mark.parametrize("outcome", ["stop", AbortedError("ended.")])
 def test_an_end_without_tokens_is_told(outcome: Any) -> None:
-    stream = TokenStream(0, asyncio.Event())
+    stream = TokenStream(0, Reader(1), limit=100)
     assert stream.take() == News([], None)
     stream.end(outcome)
     assert stream.take() == News([], outcome)
 
 
 def test_tokens_and_ends_wake_the_one_that_waits_for_several_streams() -> None:
-    filled = asyncio.Event()
-    first, second = TokenStream(0, filled), TokenStream(1, filled)
-    assert not filled.is_set()
+    reader = Reader(1)
+    first, second = (TokenStream(number, reader, limit=100) for number in range(2))
+    assert not reader.filled.is_set()
     for change in (partial(second.put, [9]), partial(first.end, "stop")):
         change()
-        assert filled.is_set()
-        filled.clear()
+        assert reader.filled.is_set()
+        reader.filled.clear()
 
 
 # -- the link ----------------------------------------------------------------------------------------------------------
 
 
-class Reader:
+class Call:
     """One request's streams, and a wait for what comes on them."""
 
     def __init__(self, linked: Linked, submission: Submission) -> None:
-        self._filled = asyncio.Event()
-        self.streams = linked.link.open(submission, self._filled)
+        self.reader = Reader(parked_seconds=1)
+        self.streams = linked.link.open(submission, self.reader)
 
     @property
     def stream(self) -> TokenStream:
@@ -76,8 +76,8 @@ class Reader:
 
     async def next_news(self) -> News:
         """What came on the only stream; all of it once that has ended."""
-        await asyncio.wait_for(self._filled.wait(), SECONDS)
-        self._filled.clear()
+        await asyncio.wait_for(self.reader.filled.wait(), SECONDS)
+        self.reader.filled.clear()
         return self.stream.take()
 
 
@@ -103,7 +103,7 @@ def test_nothing_can_be_submitted_before_the_engine_has_said_what_it_serves(play
     async def scenario(linked: Linked) -> None:
         await linked.engine.next_batch()
         with pytest.raises(UnavailableError):
-            Reader(linked, request("a"))
+            Call(linked, request("a"))
 
     play(scenario)
 
@@ -111,7 +111,7 @@ def test_nothing_can_be_submitted_before_the_engine_has_said_what_it_serves(play
 def test_each_stream_gets_its_own_tokens_and_its_end(play: Callable[[Scenario], None]) -> None:
     async def scenario(linked: Linked) -> None:
         await linked.attach()
-        first, second = (Reader(linked, request(name)) for name in "ab")
+        first, second = (Call(linked, request(name)) for name in "ab")
         first_id, second_id = first.stream.stream_id, second.stream.stream_id
         batch = await linked.engine.next_batch()
         assert [(item.stream_id, item.request_id) for item in batch.submissions] == [(first_id, "a"), (second_id, "b")]
@@ -128,8 +128,8 @@ def test_each_stream_gets_its_own_tokens_and_its_end(play: Callable[[Scenario], 
 def test_each_sample_has_a_stream_and_their_ids_follow_each_other(play: Callable[[Scenario], None]) -> None:
     async def scenario(linked: Linked) -> None:
         await linked.attach()
-        samples = Reader(linked, replace(request("a"), num_samples=3)).streams
-        following = Reader(linked, request("b")).stream
+        samples = Call(linked, replace(request("a"), num_samples=3)).streams
+        following = Call(linked, request("b")).stream
         batch = await linked.engine.next_batch()
         assert [(item.stream_id, item.num_samples) for item in batch.submissions] == [
             (samples[0].stream_id, 3),
@@ -143,12 +143,12 @@ def test_each_sample_has_a_stream_and_their_ids_follow_each_other(play: Callable
 def test_closing_aborts_a_stream_that_has_not_ended_and_only_such(play: Callable[[Scenario], None]) -> None:
     async def scenario(linked: Linked) -> None:
         await linked.attach()
-        first, second = (Reader(linked, request(name)) for name in "ab")
+        first, second = (Call(linked, request(name)) for name in "ab")
         await linked.engine.next_batch()
         linked.deliver({}, Ending(first.stream.stream_id, "stop"))
         await first.next_news()
-        for reader in (first, second, second):
-            linked.link.close(reader.stream)
+        for call in (first, second, second):
+            linked.link.close(call.stream)
         linked.link.abort(["c", "d"])
         batch = await linked.engine.next_batch()
         assert batch == FrontendBatch(aborted_stream_ids=(second.stream.stream_id,), aborted_request_ids=("c", "d"))
@@ -159,14 +159,14 @@ def test_closing_aborts_a_stream_that_has_not_ended_and_only_such(play: Callable
 def test_a_stream_that_is_stopped_still_gets_its_end(play: Callable[[Scenario], None]) -> None:
     async def scenario(linked: Linked) -> None:
         await linked.attach()
-        reader = Reader(linked, request("a"))
-        stream = reader.stream
+        call = Call(linked, request("a"))
+        stream = call.stream
         await linked.engine.next_batch()
         linked.link.stop(stream)
         assert await linked.engine.next_batch() == FrontendBatch(aborted_stream_ids=(stream.stream_id,))
         error = AbortedError("ended.")
         linked.deliver({stream.stream_id: [8]}, Ending(stream.stream_id, error, num_cached_tokens=2))
-        news = await reader.next_news()
+        news = await call.next_news()
         assert (news.token_ids, str(news.outcome), stream.num_cached_tokens) == ([8], "ended.", 2)
         linked.link.stop(stream)
         linked.link.close(stream)
@@ -176,10 +176,34 @@ def test_a_stream_that_is_stopped_still_gets_its_end(play: Callable[[Scenario], 
     play(scenario)
 
 
+def test_the_engine_is_asked_to_park_only_what_it_has_not_been_told_to_let_go_on(
+    play: Callable[[Scenario], None],
+) -> None:
+    async def scenario(linked: Linked) -> None:
+        await linked.attach()
+        slow, brief = Call(linked, request("a")), Call(linked, request("b"))
+        await linked.engine.next_batch()
+        async with slow.reader, brief.reader:
+            limit = linked.config.stream_buffer_tokens
+            for call in (slow, brief):
+                for _ in range(3):
+                    call.stream.put([1] * limit)
+            while brief.stream.is_parked:
+                brief.stream.take()
+            batch = await linked.engine.next_batch()
+            assert (batch.parked_stream_ids, batch.unparked_stream_ids) == ((slow.stream.stream_id,), ())
+            while slow.stream.is_parked:
+                slow.stream.take()
+            batch = await linked.engine.next_batch()
+            assert (batch.parked_stream_ids, batch.unparked_stream_ids) == ((), (slow.stream.stream_id,))
+
+    play(scenario)
+
+
 def test_a_lost_engine_ends_open_streams_and_is_dialed_again(play: Callable[[Scenario], None]) -> None:
     async def scenario(linked: Linked) -> None:
         await linked.attach()
-        old = Reader(linked, request("a"))
+        old = Call(linked, request("a"))
         await linked.engine.next_batch()
         linked.deliver({old.stream.stream_id: [1]})
         assert await old.next_news() == News([1], None)
@@ -187,11 +211,11 @@ def test_a_lost_engine_ends_open_streams_and_is_dialed_again(play: Callable[[Sce
         assert isinstance((await old.next_news()).outcome, UnavailableError)
         assert await linked.next_model() is None
         with pytest.raises(UnavailableError):
-            Reader(linked, request("b"))
+            Call(linked, request("b"))
         linked.link.close(old.stream)
         await linked.listen()
         await linked.attach()
-        new = Reader(linked, request("a"))
+        new = Call(linked, request("a"))
         new_id = new.stream.stream_id
         assert new_id != old.stream.stream_id
         assert [item.stream_id for item in (await linked.engine.next_batch()).submissions] == [new_id]
