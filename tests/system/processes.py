@@ -6,16 +6,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
+
+import grpc
 
 from blockplane.client.client import Client
+from blockplane.v1 import engine_pb2 as pb
+from blockplane.v1.engine_pb2_grpc import EngineStub
 
-MODULES = {
-    "engine": "blockplane.control_plane.engine",
-    "frontend": "blockplane.control_plane.frontend",
-    "worker": "blockplane.data_plane",
+PROGRAMS = {
+    "engine": ("-m", "blockplane.control_plane.engine"),
+    "frontend": ("-m", "blockplane.control_plane.frontend"),
+    "worker": ("-m", "blockplane.data_plane"),
+    "unruly worker": (str(Path(__file__).with_name("unruly_worker.py")),),
 }
 
 
@@ -43,13 +49,15 @@ class System:
         ]
         self._processes: list[tuple[str, subprocess.Popen[bytes]]] = []
 
-    def start(self, kind: str, *flags: str) -> subprocess.Popen[bytes]:
+    def start(
+        self, kind: str, *flags: str, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> subprocess.Popen[bytes]:
         log = open(f"{self._folder.name}/{kind}.log", "ab")  # noqa: SIM115 - the process owns it
         process = subprocess.Popen(
-            [sys.executable, "-m", MODULES[kind], *self._flags, *flags],
+            [sys.executable, *PROGRAMS[kind], *self._flags, *flags],
             stderr=log,
             stdout=log,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         )
         self._processes.append((kind, process))
         return process
@@ -63,6 +71,10 @@ class System:
 
     def client(self) -> Client:
         return Client(self.address)
+
+    def statistics(self) -> pb.GetStatisticsResponse:
+        with grpc.insecure_channel(self.engine_address) as channel:
+            return EngineStub(channel).GetStatistics(pb.GetStatisticsRequest())
 
     def wait_until_serving(self) -> None:
         with self.client() as client:

@@ -280,6 +280,7 @@ def test_a_live_id_is_refused_and_free_again_after_its_end(client: Client) -> No
 
 
 def test_abort_from_another_connection_ends_the_stream_and_unknown_ids_are_fine(system: System, client: Client) -> None:
+    """Case 35, an abort after the end included."""
     stream = client.generate([1, 2, 3], max_tokens=2000, ignore_eos=True, request_id="doomed")
     next(stream)
     with system.client() as other:
@@ -287,6 +288,7 @@ def test_abort_from_another_connection_ends_the_stream_and_unknown_ids_are_fine(
         other.abort(["doomed"])
     with pytest.raises(AbortedError, match="doomed"):
         list(stream)
+    client.abort(["doomed"])
 
 
 def test_a_client_that_leaves_frees_its_row_and_blocks_for_others(client: Client) -> None:

@@ -41,16 +41,20 @@ def test_a_stream_outlives_its_worker_exactly() -> None:
         assert tokens == continue_greedily(PROMPT, 150, ignore_eos=True)
 
 
-def test_a_second_worker_stands_by_and_takes_over() -> None:
+def test_a_second_worker_serves_beside_the_first_and_streams_go_on_when_either_is_lost() -> None:
+    prompts = [list(range(first, first + 50)) for first in range(6)]
     with running_system("--max-model-len=2048") as system, system.client() as client:
-        standby = system.start("worker")
-        wait_for(lambda: "attached already" in system.log("worker"), "the second worker says that it waits")
-        stream = client.generate(PROMPT, max_tokens=100, temperature=0, ignore_eos=True)
-        tokens = list(next(stream).token_ids)
+        system.start("worker")
+        wait_for(lambda: system.statistics().num_groups == 2, "the second worker is ready")
+        streams = [client.generate(prompt, max_tokens=100, temperature=0, ignore_eos=True) for prompt in prompts]
+        texts = [list(next(stream).token_ids) for stream in streams]
+        assert [group.num_running for group in system.statistics().groups] == [3, 3]
         system.processes("worker")[0].kill()
-        tokens += [token_id for delta in stream for token_id in delta.token_ids]
-        assert tokens == continue_greedily(PROMPT, 100, ignore_eos=True)
-        assert standby.poll() is None
+        for text, stream in zip(texts, streams, strict=True):
+            text += [token_id for delta in stream for token_id in delta.token_ids]
+        assert texts == [continue_greedily(prompt, 100, ignore_eos=True) for prompt in prompts]
+        statistics = system.statistics()
+        assert (statistics.num_groups, statistics.num_lost_workers, statistics.num_suspects) == (1, 1, 0)
 
 
 def test_without_the_engine_open_calls_end_unavailable_and_all_attach_again_by_themselves() -> None:
