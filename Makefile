@@ -5,7 +5,7 @@ PROMPT ?= Photosynthesis is the process by which
 BIN = $(VENV)/bin
 PROTOS = blockplane/v1/engine.proto blockplane/v1/inference.proto
 
-.PHONY: run test test-all bench bench-control-plane bench-worker protos docker clean help
+.PHONY: run test test-all bench bench-control-plane bench-wire bench-worker protos docker clean help
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -28,6 +28,9 @@ bench: $(VENV)/run.stamp  ## Measure decode on this machine
 
 bench-control-plane: $(VENV)/run.stamp  ## Measure what a step costs the engine
 	$(BIN)/python benchmarks/control_plane.py
+
+bench-wire: $(VENV)/run.stamp  ## Measure what crosses between engine and worker
+	$(BIN)/python benchmarks/wire.py
 
 bench-worker: $(VENV)/run.stamp  ## Measure what a step costs a worker outside the model
 	$(BIN)/python benchmarks/worker_step.py
