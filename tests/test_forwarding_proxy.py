@@ -63,18 +63,18 @@ def test_it_forwards_both_ways_and_counts() -> None:
 
 
 def test_a_delay_holds_each_way_and_no_more() -> None:
-    with echoing() as target, ForwardingProxy(target, 0.05) as proxy, dialled(proxy) as connection:
+    with echoing() as target, ForwardingProxy(target, 0.3) as proxy, dialled(proxy) as connection:
         started = time.monotonic()
         ask(connection)
-        assert 0.1 <= time.monotonic() - started < 0.2
+        assert 0.6 <= time.monotonic() - started < 1.1
         proxy.delay_seconds = 0.0
         started = time.monotonic()
         ask(connection)
-        assert time.monotonic() - started < 0.1
+        assert time.monotonic() - started < 0.5
 
 
 def test_a_delay_is_one_of_latency_and_not_of_rate() -> None:
-    with echoing() as target, ForwardingProxy(target, 0.05) as proxy, dialled(proxy) as connection:
+    with echoing() as target, ForwardingProxy(target, 0.2) as proxy, dialled(proxy) as connection:
         started = time.monotonic()
         for _ in range(10):
             connection.sendall(b"x")
@@ -82,7 +82,7 @@ def test_a_delay_is_one_of_latency_and_not_of_rate() -> None:
         received = b""
         while len(received) < 10:
             received += connection.recv(1024)
-        assert time.monotonic() - started < 0.3
+        assert time.monotonic() - started < 1.5
 
 
 def test_a_stall_keeps_everything_for_later() -> None:

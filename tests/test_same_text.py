@@ -89,7 +89,9 @@ def test_every_way_leads_to_the_same_texts(way: str, expected: list[list[int]]) 
         assert statistics.num_cached_tokens > 0
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [way if "drafts" in way or "all" in way else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+)
 def test_every_way_leads_to_the_same_samples(way: str) -> None:
     params = SamplingParams(NUM_TOKENS, temperature=8.0, top_p=0.9, top_k=40, frequency_penalty=0.5, ignore_eos=True)
     # Texts of three ids repeat themselves, so that what is guessed from them is often right.

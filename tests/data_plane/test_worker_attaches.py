@@ -280,12 +280,14 @@ def test_it_lives_while_it_builds_and_computes() -> None:
     """Two graphs and a step of 0.3 s each, with a sign of life every 40 ms."""
 
     def script(attach: Attach) -> Responses:
+        begun = time.monotonic()
         yield from attach.configure(replace(CONFIGURE, heartbeat_milliseconds=40))
-        while_building, attach.num_heartbeats = attach.num_heartbeats, 0
+        built, while_building, attach.num_heartbeats = time.monotonic(), attach.num_heartbeats, 0
         yield plan(prefill(1))
         attach.result()
-        assert 8 <= while_building <= 16
-        assert 4 <= attach.num_heartbeats <= 8
+        # A busy machine makes all of it longer.
+        assert 4 <= while_building <= (built - begun) / 0.04 + 1
+        assert 2 <= attach.num_heartbeats <= (time.monotonic() - built) / 0.04 + 1
         attach.lose()
 
     run(script, worker=make_worker(step_seconds=0.3))
@@ -316,7 +318,7 @@ def test_it_lives_before_the_engine_has_said_a_word() -> None:
 
 def test_its_pace_counts_steps_and_what_lies_between_them() -> None:
     def script(attach: Attach) -> Responses:
-        time.sleep(0.4)
+        time.sleep(1.0)
         yield from attach.configure()
         yield plan(prefill(1))
         attach.result()
@@ -327,8 +329,8 @@ def test_its_pace_counts_steps_and_what_lies_between_them() -> None:
 
     _, worker = run(script, script, worker=make_worker(step_seconds=0.1))
     assert worker.pace.num_steps == 4
-    assert 0.4 <= worker.pace.busy_seconds < 0.7
-    assert 0.4 <= worker.pace.idle_seconds < 0.7, "what lies between two attaches is no step's gap"
+    assert 0.4 <= worker.pace.busy_seconds < 1.4
+    assert 0.4 <= worker.pace.idle_seconds < 1.4, "what lies between two attaches is no step's gap"
 
 
 class Leaver:
