@@ -1,4 +1,4 @@
-"""One worker group's scheduler, from its attach to its loss: requests come and go, plans go out, answers come in.
+"""One worker group's scheduler, as long as its KV lives: requests come and go, plans go out, answers come in.
 
 Two plans may be unanswered at a time. Blocks and lengths are reckoned with what is *granted*, which is what will be
 computed once they land; ends, freed windows and what the cache knows of generated tokens with what is *confirmed*.
