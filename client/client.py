@@ -15,7 +15,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from blockplane.client.failures import typed_errors
 from blockplane.client.reattach import reattaching
 from blockplane.client.values import Delta, ServedModel, delta_from_proto, served_model_from_proto
-from blockplane.protos.channel import PEER_OPTIONS
+from blockplane.protos.channel import CALLER, PEER_OPTIONS
 from blockplane.protos.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -25,9 +25,6 @@ from blockplane.v1 import inference_pb2 as pb
 from blockplane.v1.inference_pb2_grpc import InferenceStub
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-
-_CALLER = "blockplane-caller"
-"""Metadata: whom a request belongs to."""
 
 _CHANNEL_OPTIONS: list[tuple[str, int]] = [
     *PEER_OPTIONS,
@@ -54,7 +51,7 @@ class Client:
         Only the same caller can resume a request; nobody checks who calls by that name.
         """
         self._address = address
-        self._metadata = ((_CALLER, caller),) if caller else ()
+        self._metadata = ((CALLER, caller),) if caller else ()
         self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
         self._inference = InferenceStub(self._channel)
         self._health = HealthStub(self._channel)

@@ -5,10 +5,8 @@ from contextlib import contextmanager
 
 import grpc
 
+from blockplane.protos.channel import RETRY_PUSHBACK
 from blockplane.protos.errors import BlockplaneError, DeadlineError, RetryableError, UnavailableError, error_of_status
-
-_RETRY_PUSHBACK = "grpc-retry-pushback-ms"
-"""Trailing metadata, gRPC's own: milliseconds (https://github.com/grpc/proposal, A6, "Pushback")."""
 
 
 @contextmanager
@@ -38,6 +36,6 @@ def _error(failure: grpc.RpcError, address: str) -> BlockplaneError:
 def _retry_after_seconds(failure: grpc.RpcError) -> float | None:
     """When the server would be called again; None where it does not say, or says never, which is a negative number."""
     for item in failure.trailing_metadata() or ():
-        if item.key == _RETRY_PUSHBACK and isinstance(item.value, str) and item.value.isdecimal():
+        if item.key == RETRY_PUSHBACK and isinstance(item.value, str) and item.value.isdecimal():
             return int(item.value) / 1000
     return None

@@ -1,30 +1,59 @@
-"""Which runner serves an attach: that of the last one with its KV and graphs, or a new one. Knows no streams."""
+"""A loaded model's runner, kept from one attach to the next where both were built alike. Knows no streams."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
+from blockplane.data_plane.models.fingerprint import model_fingerprint
+from blockplane.data_plane.models.interface import Model
 from blockplane.data_plane.runner import Runner
 from blockplane.protos.errors import ProtocolError
+from blockplane.protos.model import ModelInfo
 from blockplane.protos.plan import Configure
 
 
-def runner_for(configure: Configure, kept: Runner | None, build: Callable[[Configure], Runner]) -> Runner:
-    """The kept runner, reset, if it was built for the same; else one that `build` makes, which takes its place.
+class KeptRunner:
+    """The runner of a model and, if it has one, its draft model.
 
-    Raises:
-        ProtocolError: the engine counts on KV that is not there, or `build` refuses. `kept` may then lack its KV, and
-            must not be used any more.
+    Attributes:
+        fingerprint: of all that the runner's answers depend on.
+        runner: that of the last attach; None = there was none, or its build failed.
     """
-    if kept is not None and _built(kept.configure) == _built(configure):
-        kept.reset(configure)
-        return kept
-    if configure.keeps_kv:
-        what = "another layout of it" if kept is not None else "none"
-        raise ProtocolError(
-            f"the engine counts on KV from an earlier attach, and this worker has {what}; let the engine configure it"
-            " without keeps_kv."
+
+    def __init__(self, model: Model, info: ModelInfo, num_draft_tokens: int, draft_model: Model | None) -> None:
+        """`num_draft_tokens`, `draft_model`: as `Runner` has them."""
+        self.fingerprint = model_fingerprint(model, draft_model)
+        self.runner: Runner | None = None
+        self._model, self._info = model, info
+        self._num_draft_tokens, self._draft_model = num_draft_tokens, draft_model
+
+    def configured(self, configure: Configure) -> Runner:
+        """The runner of the last attach with its KV and graphs, reset, if it was built for the same; else a new one.
+
+        Raises:
+            ProtocolError: the engine counts on KV that is not there, or on what this worker cannot build.
+        """
+        # A build that fails leaves nothing to go back to: the KV of the one before may be gone.
+        kept, self.runner = self.runner, None
+        if kept is not None and _built(kept.configure) == _built(configure):
+            kept.reset(configure)
+            self.runner = kept
+        elif configure.keeps_kv:
+            what = "another layout of it" if kept is not None else "none"
+            raise ProtocolError(
+                f"the engine counts on KV from an earlier attach, and this worker has {what}; let the engine configure"
+                " it without keeps_kv."
+            )
+        else:
+            self.runner = self._build(configure)
+        return self.runner
+
+    def _build(self, configure: Configure) -> Runner:
+        return Runner(
+            self._model,
+            configure,
+            self._info.eos_token_ids,
+            num_draft_tokens=self._num_draft_tokens,
+            draft_model=self._draft_model,
         )
-    return build(configure)
 
 
 def _built(configure: Configure) -> Configure:

@@ -6,19 +6,17 @@ import sys
 import torch
 
 from blockplane.data_plane.differences import first_difference
-from blockplane.data_plane.kept_runner import runner_for
+from blockplane.data_plane.kept_runner import KeptRunner
 from blockplane.data_plane.loading.named import load_draft_model, load_named
 from blockplane.data_plane.models.interface import Model
 from blockplane.data_plane.record import read_record
 from blockplane.data_plane.rows import Rows
-from blockplane.data_plane.runner import Runner
 from blockplane.data_plane.threads import num_usable_cores
-from blockplane.data_plane.worker import model_fingerprint
 from blockplane.protos import wire
 from blockplane.protos.config import Config
 from blockplane.protos.errors import ConfigurationError, ProtocolError, ReplayError
 from blockplane.protos.model import ModelInfo
-from blockplane.protos.plan import Configure, StepPlan, StepResult
+from blockplane.protos.plan import StepPlan, StepResult
 from blockplane.protos.process import run_process
 from blockplane.v1 import engine_pb2 as pb
 
@@ -37,9 +35,8 @@ class Replay:
     ) -> None:
         """What the recorded worker had."""
         self.num_attaches = self.num_results = 0
-        self._model, self._info = model, info
-        self._num_draft_tokens, self._draft_model = num_draft_tokens, draft_model
-        self._runner: Runner | None = None
+        self._info = info
+        self._kept = KeptRunner(model, info, num_draft_tokens, draft_model)
         self._rows: Rows | None = None
         """What the record says of the rows, without the model."""
         self._plan: StepPlan | None = None
@@ -70,33 +67,24 @@ class Replay:
 
     def _attach(self, attach: pb.RecordedAttach) -> None:
         self.end()
-        if attach.model_fingerprint != model_fingerprint(self._model, self._draft_model):
+        if attach.model_fingerprint != self._kept.fingerprint:
             raise ConfigurationError(
                 f"the record is not of {self._info.name} as these settings load it; give those of the worker that made"
                 " it (model, dtype, kv_cache_dtype, draft_source, draft_model)."
             )
         configure = wire.configure_from_proto(attach.configure)
-        self._runner = runner_for(configure, self._runner, self._build)
+        self._kept.configured(configure)
         self._rows = Rows(configure)
         self.num_attaches += 1
 
-    def _build(self, configure: Configure) -> Runner:
-        return Runner(
-            self._model,
-            configure,
-            self._info.eos_token_ids,
-            num_draft_tokens=self._num_draft_tokens,
-            draft_model=self._draft_model,
-        )
-
     def _step(self, plan: StepPlan) -> None:
         self.end()
-        if self._runner is None or self._rows is None:
+        if self._kept.runner is None or self._rows is None:
             raise ConfigurationError("the record has a plan before any attach; name a record from its beginning.")
         self._plan = plan
         try:
             self._rows.apply(plan)
-            self._again = self._runner.step(plan)
+            self._again = self._kept.runner.step(plan)
         except ProtocolError as error:
             self._again = error
 

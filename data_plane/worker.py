@@ -9,9 +9,8 @@ import grpc
 from blockplane.data_plane.attention import BUCKET_RULES
 from blockplane.data_plane.configure_check import check_configure
 from blockplane.data_plane.engine_stream import LEAVING, EngineStream
-from blockplane.data_plane.kept_runner import runner_for
+from blockplane.data_plane.kept_runner import KeptRunner
 from blockplane.data_plane.kv_cache import layer_kv_specs, num_kv_bytes
-from blockplane.data_plane.models.fingerprint import joined
 from blockplane.data_plane.models.interface import Model
 from blockplane.data_plane.pace import Pace
 from blockplane.data_plane.record import Record
@@ -20,7 +19,6 @@ from blockplane.protos import wire
 from blockplane.protos.channel import PEER_OPTIONS, RECONNECT_SECONDS
 from blockplane.protos.errors import ProtocolError, error_of_status
 from blockplane.protos.model import ModelInfo
-from blockplane.protos.plan import Configure
 from blockplane.v1 import engine_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -59,11 +57,8 @@ class Worker:
         self._model, self._draft_model = model, draft_model
         self._info = info
         self._available_memory = available_memory
-        self._num_draft_tokens = num_draft_tokens
+        self._kept = KeptRunner(model, info, num_draft_tokens, draft_model)
         self._record = record
-        self._fingerprint = model_fingerprint(model, draft_model)
-        self._runner: Runner | None = None
-        """That of the last attach."""
         self._attached: EngineStream | None = None
         self._is_leaving = False
 
@@ -153,40 +148,24 @@ class Worker:
         configure = wire.configure_from_proto(told)
         kv_bytes = num_kv_bytes(configure, self._model, self._draft_model)
         check_configure(configure, self._info.max_model_len, kv_bytes, self._available_memory)
-        # A build that fails leaves nothing to go back to.
-        kept, self._runner = self._runner, None
-        self._runner = runner_for(configure, kept, self._build)
+        runner = self._kept.configured(configure)
         if self._record is not None:
-            self._record.attach(self._fingerprint, told)
-        return self._runner
-
-    def _build(self, configure: Configure) -> Runner:
-        return Runner(
-            self._model,
-            configure,
-            self._info.eos_token_ids,
-            num_draft_tokens=self._num_draft_tokens,
-            draft_model=self._draft_model,
-        )
+            self._record.attach(self._kept.fingerprint, told)
+        return runner
 
     def _hello(self) -> pb.WorkerHello:
-        runner = self._runner
+        runner = self._kept.runner
         return pb.WorkerHello(
             protocol_version=wire.PROTOCOL_VERSION,
             model=wire.model_info_to_proto(self._info),
             layers=[wire.layer_to_proto(spec) for spec in layer_kv_specs(self._model, self._draft_model)],
             available_memory=self._available_memory,
             bucket_rules=wire.bucket_rules_to_proto(BUCKET_RULES),
-            model_fingerprint=self._fingerprint,
+            model_fingerprint=self._kept.fingerprint,
             boot_id=self.boot_id,
             last_epoch=0 if runner is None else runner.configure.epoch,
             last_step=0 if runner is None else runner.last_step,
         )
-
-
-def model_fingerprint(model: Model, draft_model: Model | None) -> bytes:
-    """Of all that a worker's answers depend on."""
-    return joined([model.fingerprint] if draft_model is None else [model.fingerprint, draft_model.fingerprint])
 
 
 def _expect(message: pb.AttachWorkerResponse, kind: str) -> None:

@@ -37,3 +37,9 @@ def peer_options(timeout_seconds: float) -> ChannelOptions:
 
 RECONNECT_SECONDS = 0.2
 """How long a process waits before it dials the engine again."""
+
+RETRY_PUSHBACK = "grpc-retry-pushback-ms"
+"""Trailing metadata, gRPC's own: milliseconds until a call may be made again (https://github.com/grpc/proposal, A6)."""
+
+CALLER = "blockplane-caller"
+"""Metadata: whom a call is for; without it, anybody."""

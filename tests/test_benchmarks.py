@@ -1,6 +1,5 @@
 """The control plane's benchmark on sizes that take no time, so that it cannot rot; its numbers prove nothing here."""
 
-import importlib.util
 import json
 import sys
 from dataclasses import replace
@@ -9,21 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-FOLDER = Path(__file__).parents[1] / "benchmarks"
+from benchmark_modules import load_benchmark
 
 
 @pytest.fixture(scope="module")
 def benchmark() -> Any:
-    """benchmarks/control_plane.py, which finds its neighbours in its own folder as a script does."""
-    spec = importlib.util.spec_from_file_location("benchmark_of_control_plane", FOLDER / "control_plane.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(FOLDER)
-        spec.loader.exec_module(module)
-    return module
+    return load_benchmark("control_plane")
 
 
 @pytest.fixture(scope="module")

@@ -1,26 +1,18 @@
 """The journal's benchmark on sizes that take no time, so that it cannot rot; its numbers prove nothing here."""
 
 import asyncio
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_modules import load_benchmark
 
 from blockplane.control_plane.engine.journal import Journal
-
-FILE = Path(__file__).parents[1] / "benchmarks" / "journal.py"
 
 
 @pytest.fixture(scope="module")
 def benchmark() -> Any:
-    spec = importlib.util.spec_from_file_location("benchmark_of_journal", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_benchmark("journal")
 
 
 def test_what_is_measured_is_in_the_file_and_only_with_a_journal(benchmark: Any, tmp_path: Path) -> None:

@@ -1,27 +1,14 @@
 """The wire's benchmark on sizes that take no time, so that it cannot rot; its times prove nothing here."""
 
-import importlib.util
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-FOLDER = Path(__file__).parents[1] / "benchmarks"
+from benchmark_modules import load_benchmark
 
 
 @pytest.fixture(scope="module")
-def benchmark() -> Iterator[Any]:
-    """benchmarks/wire.py, which finds its neighbours in its own folder as a script does."""
-    spec = importlib.util.spec_from_file_location("benchmark_of_the_wire", FOLDER / "wire.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(FOLDER)
-        spec.loader.exec_module(module)
-        yield module
+def benchmark() -> Any:
+    return load_benchmark("wire")
 
 
 @pytest.mark.parametrize(("block_size", "most"), [(16, 160), (128, 64)])

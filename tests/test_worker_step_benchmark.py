@@ -1,26 +1,17 @@
 """The worker step's benchmark on sizes that take no time, so that it cannot rot; its numbers prove nothing here."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-FILE = Path(__file__).parents[1] / "benchmarks" / "worker_step.py"
+from benchmark_modules import load_benchmark
 
 
 @pytest.fixture(scope="module")
 def benchmark() -> Any:
-    spec = importlib.util.spec_from_file_location("benchmark_of_worker_step", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(FILE.parent)
-        spec.loader.exec_module(module)
-    return module
+    return load_benchmark("worker_step")
 
 
 def test_every_load_is_measured_in_parts(benchmark: Any) -> None:

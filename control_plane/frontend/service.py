@@ -18,6 +18,7 @@ from blockplane.control_plane.frontend.resume import resumed_samples, resumed_st
 from blockplane.control_plane.frontend.sample import Sample
 from blockplane.control_plane.frontend.text import Text
 from blockplane.control_plane.frontend.token_stream import Reader
+from blockplane.protos.channel import CALLER, RETRY_PUSHBACK
 from blockplane.protos.config import Config
 from blockplane.protos.errors import BlockplaneError, CapacityError, RetryableError, UnavailableError
 from blockplane.protos.model import ModelInfo
@@ -25,12 +26,6 @@ from blockplane.v1 import inference_pb2 as pb
 from blockplane.v1.inference_pb2_grpc import InferenceServicer
 
 logger = logging.getLogger(__name__)
-
-_RETRY_PUSHBACK = "grpc-retry-pushback-ms"
-"""gRPC's own word for when to call again (https://github.com/grpc/proposal, A6, "Pushback")."""
-
-_CALLER = "blockplane-caller"
-"""Metadata: whom a call is for."""
 
 RESTART_SECONDS = 1.0
 """When a caller whom a stopping frontend refuses may find another one in its place."""
@@ -185,12 +180,12 @@ async def _tell(samples: list[Sample], context: grpc.aio.ServicerContext[Any, An
 
 def _caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     """Whom the request belongs to; empty = anybody."""
-    return next((str(value) for key, value in context.invocation_metadata() or () if key == _CALLER), "")
+    return next((str(value) for key, value in context.invocation_metadata() or () if key == CALLER), "")
 
 
 async def _end_with(error: BlockplaneError, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
     """End the call with the error's status and sentence, and with when to call again where that is known."""
     metadata: tuple[tuple[str, str], ...] = ()
     if isinstance(error, RetryableError) and error.retry_after_seconds is not None:
-        metadata = ((_RETRY_PUSHBACK, str(math.ceil(1000 * error.retry_after_seconds))),)
+        metadata = ((RETRY_PUSHBACK, str(math.ceil(1000 * error.retry_after_seconds))),)
     await context.abort(error.status, str(error), metadata)

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from blockplane.data_plane.models.interface import Model
+
 NUM_BYTES = 16
 SAMPLE_BYTES = 4096
 """Of each tensor, spread over all of it: larger tensors take no longer."""
@@ -33,3 +35,8 @@ def _sample(tensor: Tensor) -> bytes:
     elements = tensor.detach().flatten()
     stride = -(-elements.nbytes // SAMPLE_BYTES) or 1
     return elements[::stride].clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
+
+
+def model_fingerprint(model: Model, draft_model: Model | None) -> bytes:
+    """Of all that a worker's answers depend on."""
+    return joined([model.fingerprint] if draft_model is None else [model.fingerprint, draft_model.fingerprint])

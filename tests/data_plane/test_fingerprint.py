@@ -10,9 +10,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from blockplane.data_plane.loading.named import load_named
-from blockplane.data_plane.models.fingerprint import NUM_BYTES, SAMPLE_BYTES, fingerprint
+from blockplane.data_plane.models.fingerprint import NUM_BYTES, SAMPLE_BYTES, fingerprint, model_fingerprint
 from blockplane.data_plane.models.synthetic import SyntheticModel
-from blockplane.data_plane.worker import model_fingerprint
 from blockplane.protos.config import Config
 
 TINY = {

@@ -102,8 +102,8 @@ def test_kv_outlives_the_stream_and_steps_are_numbered_on() -> None:
 
     engine, worker = run(two_steps_then_lost, goes_on)
     assert (engine.hellos[2].last_epoch, engine.hellos[2].last_step) == (12, 8)
-    assert worker._runner is not None
-    assert worker._runner.graphs.num_builds == 2
+    assert worker._kept.runner is not None
+    assert worker._kept.runner.graphs.num_builds == 2
 
 
 def test_rows_start_anew_whether_kv_is_kept_or_not() -> None:
@@ -150,12 +150,12 @@ def test_drafts_start_anew_and_no_graph_is_built_again(draft_model: SyntheticMod
 
     worker = Worker(make_model(0.0), synthetic_model_info(64), 1 << 20, num_draft_tokens=2, draft_model=draft_model)
     run(drafts([*PROMPT, *PROMPT]), worker=worker)
-    assert worker._runner is not None
-    drafts_of_the_first = worker._runner._drafts
+    assert worker._kept.runner is not None
+    drafts_of_the_first = worker._kept.runner._drafts
     run(drafts([31, 32]), drafts([*PROMPT, *PROMPT]), worker=worker)
-    assert worker._runner is not None
-    assert worker._runner._drafts is drafts_of_the_first
-    assert worker._runner.graphs.num_builds == 2
+    assert worker._kept.runner is not None
+    assert worker._kept.runner._drafts is drafts_of_the_first
+    assert worker._kept.runner.graphs.num_builds == 2
 
 
 def test_another_configuration_is_built_anew() -> None:
@@ -166,8 +166,8 @@ def test_another_configuration_is_built_anew() -> None:
         attach.lose()
 
     _, worker = run(two_steps_then_lost, other)
-    assert worker._runner is not None
-    assert worker._runner.graphs.num_builds == 3
+    assert worker._kept.runner is not None
+    assert worker._kept.runner.graphs.num_builds == 3
     assert {cache.shape[0] for layer in worker._model.attentions for cache in layer.caches or ()} == {9}
 
 
@@ -230,8 +230,8 @@ def test_a_bad_plan_is_told_and_the_worker_attaches_anew_with_all_that_it_built(
     fault = told_a_fault("releases a row that is not occupied", prefill(1), decode(2), bad)
     engine, worker = run(fault, two_steps_then_lost)
     assert (engine.hellos[1].last_epoch, engine.hellos[1].last_step) == (0, 2)
-    assert worker._runner is not None
-    assert worker._runner.graphs.num_builds == 2
+    assert worker._kept.runner is not None
+    assert worker._kept.runner.graphs.num_builds == 2
 
 
 def test_a_fault_is_told_behind_all_results_though_the_plans_come_at_once() -> None:
