@@ -23,7 +23,7 @@ OTHER_PEOPLES = {
 }
 """Packages that a layer may import beside the standard library; a layer that is missing here may import any."""
 WITHOUT_TORCH = {"protos", "control_plane", "client"}
-NEURON = {"nki", "neuronxcc", "torch_neuronx"}
+NEURON = {"nki", "neuronxcc", "torch_neuronx", "libtorch_neuronx_lite", "vllm_neuron"}
 UNSAFE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 DYNAMIC_IMPORTS = {"import_module", "__import__", "run_module"}
 
@@ -83,7 +83,7 @@ def _check_import(tree: ast.Module, module: str, node: ast.AST, name: str) -> It
 
 
 def _is_neuron_backend(module: str) -> bool:
-    return any(part == "nki" or "neuron" in part for part in module.split("."))
+    return any(part.split("_")[0] == "nki" or "neuron" in part for part in module.split("."))
 
 
 def _is_deferred(tree: ast.Module, node: ast.AST) -> bool:
@@ -165,6 +165,7 @@ FORBIDDEN = {
         "import neuronxcc.nki",
         "try:\n    import torch_neuronx\nexcept ImportError:\n    pass",
         "import nki.language as nl",
+        "import libtorch_neuronx_lite",
     ],
     "kernels.x": [
         "from blockplane.protos.errors import BlockplaneError",
