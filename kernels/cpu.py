@@ -13,13 +13,15 @@ from torch import Tensor
 from blockplane.kernels import masks, reference
 
 
-def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> tuple[Tensor, Tensor]:
     """As `reference.write_kv`."""
     if bool((slot_mapping < 0).any()):
-        reference.write_kv(key, value, k_cache, v_cache, slot_mapping)
-        return
+        return reference.write_kv(key, value, k_cache, v_cache, slot_mapping)
     k_cache.flatten(0, 1)[slot_mapping] = reference.to_cache_dtype(key, k_cache.dtype)
     v_cache.flatten(0, 1)[slot_mapping] = reference.to_cache_dtype(value, v_cache.dtype)
+    return k_cache, v_cache
 
 
 def decode_attention(

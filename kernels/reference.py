@@ -16,7 +16,9 @@ from blockplane.kernels.masks import cache_mask, causal, causal_active_mask, fir
 from blockplane.kernels.slots import slots_of
 
 
-def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> tuple[Tensor, Tensor]:
     """Scatter new KV into the cache, in place; slot -1 writes nothing (seed 000, "Slot ID -1").
 
     Args:
@@ -24,11 +26,15 @@ def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
             An FP8 cache holds them divided by scales that its reader multiplies by: kernels know of no scale, since one
             of the keys is a factor of `scale`, and one of the values a factor of the output.
         slot_mapping: int64 [num_tokens].
+
+    Returns:
+        The caches, for what reads them next: here the same tensors.
     """
     written = slot_mapping >= 0
     slots = slot_mapping[written]
     k_cache.flatten(0, 1)[slots] = to_cache_dtype(key[written], k_cache.dtype)
     v_cache.flatten(0, 1)[slots] = to_cache_dtype(value[written], v_cache.dtype)
+    return k_cache, v_cache
 
 
 def to_cache_dtype(kv: Tensor, dtype: torch.dtype) -> Tensor:
@@ -92,6 +98,7 @@ def decode_attention(
             visible = torch.cat((cached, new), dim=-1)[:, :, key_positions]
             query_positions = torch.arange(start, seq_len, device=query.device)
             visible &= in_reach(query_positions, key_positions, sliding_window, attention_chunk_size)
+            visible &= query_positions[:, None] >= 0
             output[row] = attend(query[row], keys, values, visible, scale, soft_cap, sinks)
     return output
 

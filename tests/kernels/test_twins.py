@@ -87,11 +87,17 @@ def test_without_an_active_mask_new_tokens_are_a_chain(kernels: ModuleType) -> N
 
 @each_twin
 @settings(max_examples=30, deadline=None)
-@given(shape=SHAPES, seq_len=st.integers(1, 3))
-def test_a_row_with_fewer_tokens_has_them_at_the_end(kernels: ModuleType, shape: Shape, seq_len: int) -> None:
-    """What stands at negative positions is zero, whatever its queries are."""
+@given(shape=SHAPES, seq_len=st.integers(1, 3), is_mask_given=st.booleans())
+def test_a_row_with_fewer_tokens_has_them_at_the_end(
+    kernels: ModuleType, shape: Shape, seq_len: int, is_mask_given: bool
+) -> None:
+    """What stands at negative positions is zero, whatever its queries are, and whatever an active mask lets it see."""
     cache = Cache(kernels, shape, [seq_len])
     cache.queries[0] = torch.cat((torch.full((2, shape.num_heads, HEAD_DIM), float("nan")), cache.queries[0]))
+    mask = None
+    if is_mask_given:
+        mask = torch.ones(1, shape.num_heads, 2 + seq_len, 2 + seq_len).tril()
+        mask[:, :, :2] = 1
     output = kernels.decode_attention(
         cache.queries[0][None],
         cache.k_cache,
@@ -99,6 +105,7 @@ def test_a_row_with_fewer_tokens_has_them_at_the_end(kernels: ModuleType, shape:
         cache.block_table,
         torch.tensor([seq_len], dtype=torch.int32),
         **cache.settings(),
+        mask_active=mask,
     )
     assert not output[0, :2].any()
     cache.queries[0] = cache.queries[0][2:]
