@@ -5,7 +5,7 @@ PROMPT ?= Photosynthesis is the process by which
 BIN = $(VENV)/bin
 PROTOS = blockplane/v1/engine.proto blockplane/v1/inference.proto
 
-.PHONY: run test test-all bench bench-control-plane bench-wire bench-worker protos docker clean help
+.PHONY: run test test-all bench bench-control-plane bench-wire bench-worker bench-nki protos docker clean help
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -34,6 +34,9 @@ bench-wire: $(VENV)/run.stamp  ## Measure what crosses between engine and worker
 
 bench-worker: $(VENV)/run.stamp  ## Measure what a step costs a worker outside the model
 	$(BIN)/python benchmarks/worker_step.py
+
+bench-nki: $(VENV)/dev.stamp  ## Predict what the kernels for NeuronCores would take
+	$(BIN)/python benchmarks/nki_cost.py
 
 docker:  ## Build the image and run engine, frontend and worker in containers
 	docker compose up --build --detach
