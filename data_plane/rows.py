@@ -232,9 +232,10 @@ class Rows:
         computed = prior + num_tokens
         _require(bool((computed <= self.num_tokens[rows]).all()), "it computes tokens that are not known yet")
         self._check_room(rows, computed)
+        num_bucket_tokens = int(self.configure.num_bucket_tokens(num_tokens).sum())
         _require(
-            int(num_tokens.sum()) <= self.configure.max_num_batched_tokens,
-            f"it prefills {int(num_tokens.sum())} tokens, more than the last bucket holds",
+            num_bucket_tokens <= self.configure.max_num_batched_tokens,
+            f"its prefill takes {num_bucket_tokens} tokens, more than the last bucket holds",
         )
 
     def _check_room(self, rows: IntArray, num_tokens: Int32Array) -> None:

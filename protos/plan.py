@@ -37,7 +37,8 @@ class Configure:
         kv_segment_size: tokens of prior KV that a prefill reads at a time; 0 = unsegmented, a prompt is one segment and
             no prior KV is read (seed 001).
         decode_context_length_buckets: tokens; none = the backend takes contexts as data, not as shapes.
-        prefill_multiple_of: tokens; every segment but a prompt's last is a multiple of it, and of block_size.
+        prefill_multiple_of: tokens; every segment but a prompt's last is a multiple of it, and of block_size. Each
+            begins at a multiple of it in its bucket.
         num_draft_tokens: the most that a row may be granted beside its next token.
         epoch: drawn for this attach; every result names it.
         keeps_kv: the KV cache of the attach before is still there, and used; rows start anew in any case.
@@ -73,6 +74,14 @@ class Configure:
     def segment_multiple(self) -> int:
         """Tokens; keeps the KV before a segment block-aligned (seed 001, "Block Alignment")."""
         return lcm(self.block_size, self.prefill_multiple_of)
+
+    def num_bucket_tokens(self, num_tokens: Any) -> Any:
+        """What a prefill segment takes of its bucket, the padding behind it included.
+
+        `num_tokens` is a number or an integer array, and so is the answer. The segments of one step take the last
+        bucket's tokens together at most.
+        """
+        return -(-num_tokens // self.prefill_multiple_of) * self.prefill_multiple_of
 
     @property
     def decode_token_threshold(self) -> int:

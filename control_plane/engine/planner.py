@@ -122,25 +122,31 @@ class Planner:
                 return False
             # Alone it takes what there is: earlier blocks leave its windows meanwhile, or come with an answer.
             num_free = self._blocks.pool.num_free // len(self._configure.kv_cache_groups)
-            stop = start + self._segment(num_known - start, (num_held + num_free) * block_size - start)
+            room = (num_held + num_free) * block_size - start
+            stop = start + self._segment(num_known - start, draft.budget, room)
             if stop == start or not self._grow(np.array([row]), np.array([-(-stop // block_size) - num_held]), draft):
                 return False
         rows.num_granted[row] = stop
-        draft.budget -= stop - start
+        draft.budget -= self._configure.num_bucket_tokens(stop - start)
         request = rows.request(row)
         draft.prefills.append(Segment(request, row, start, stop, samples=stop == num_known))
         draft.filling.update(dict.fromkeys(request.keys[start // block_size + 1 : stop // block_size + 1], request))
         return True
 
-    def _segment(self, num_remaining: int, budget: int) -> int:
+    def _segment(self, num_remaining: int, budget: int, room: int | None = None) -> int:
         """Tokens of a request's next segment; 0 = the budget has no room.
 
         A multiple unless it reaches the request's end, so that the tokens before a segment always fill whole blocks
         (seed 001, "Block Alignment"). Without segments a prompt is computed at once or not at all.
+
+        Args:
+            budget: tokens of the bucket that are left, a multiple of what every segment's padding ends at: what fits
+                in it does so with its padding. room: tokens that blocks hold; None = enough.
         """
-        if num_remaining <= budget:
+        most = budget if room is None else min(budget, room)
+        if num_remaining <= most:
             return num_remaining
-        return budget - budget % self._configure.segment_multiple if self._configure.kv_segment_size else 0
+        return most - most % self._configure.segment_multiple if self._configure.kv_segment_size else 0
 
     # -- admission and preemption --------------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ class Draft:
     """A plan in the making.
 
     Attributes:
-        budget: prefill tokens that are left.
+        budget: tokens of the prefill bucket that are left.
         last_step, num_answered: the step planned before, and how many have their answers.
         decodes: rows that decode. num_granted: tokens that each may compute; None = 1.
         filling: by key, who fills a block in this step, so that others wait for it instead of filling their own.

@@ -48,7 +48,8 @@ class NaiveWorker:
     def execute(self, plan: StepPlan, *, all_answered: bool) -> StepResult:
         self._apply(plan, all_answered=all_answered)
         assert len(self.decode_rows) <= self.configure.max_num_seqs
-        assert plan.prefill_num_tokens.sum() <= self.configure.max_num_batched_tokens
+        num_bucket_tokens = self.configure.num_bucket_tokens(plan.prefill_num_tokens).sum()
+        assert num_bucket_tokens <= self.configure.max_num_batched_tokens
         assert self.decode_rows or plan.prefill_rows.size, "a plan computes something"
         working = [*self.decode_rows, *plan.prefill_rows.tolist()]
         assert len(set(working)) == len(working), "a row works once in a step"

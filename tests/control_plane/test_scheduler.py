@@ -125,7 +125,7 @@ def test_only_the_last_segment_of_a_prompt_may_end_inside_a_block() -> None:
 
 def test_segments_inside_a_prompt_are_multiples_of_what_the_backend_asks_for() -> None:
     """A block of 4 and a tile of 6: a multiple of 12."""
-    scheduler = make_scheduler(tokens=(20,), block_size=4, configure={"prefill_multiple_of": 6})
+    scheduler = make_scheduler(tokens=(18,), block_size=4, configure={"prefill_multiple_of": 6})
     scheduler.add([make_request("a", 30)])
     assert [run_step(scheduler)[0].prefill_num_tokens.tolist() for _ in range(2)] == [[12], [18]]
 
@@ -152,18 +152,25 @@ def test_several_prefills_share_a_step() -> None:
 
 def test_no_more_than_one_row_stands_inside_its_prompt() -> None:
     """What the end of one prompt leaves of the budget goes to the next one only if that fills a multiple or ends."""
-    scheduler = make_scheduler(tokens=(20,), configure={"prefill_multiple_of": 16})
-    scheduler.add([make_request("long", 40), make_request("also long", 40, first=100)])
+    scheduler = make_scheduler(tokens=(12,), block_size=8, configure={"prefill_multiple_of": 4})
+    scheduler.add([make_request("long", 25), make_request("also long", 25, first=100)])
     scheduler.add([make_request("short", 3, first=200)])
     segments = [run_step(scheduler)[0].prefill_num_tokens.tolist() for _ in range(5)]
-    assert segments == [[16], [16], [8], [16, 3], [16]]
+    assert segments == [[8], [8], [9], [8, 3], [8]]
 
 
 def test_what_a_segment_leaves_of_the_budget_goes_to_one_that_ends_in_it() -> None:
-    scheduler = make_scheduler(tokens=(20,), configure={"prefill_multiple_of": 16})
-    scheduler.add([make_request("long", 40), make_request("short", 3, first=200)])
+    scheduler = make_scheduler(tokens=(12,), block_size=8, configure={"prefill_multiple_of": 4})
+    scheduler.add([make_request("long", 25), make_request("short", 3, first=200)])
     plan, _ = run_step(scheduler)
-    assert (plan.prefill_rows.tolist(), plan.prefill_num_tokens.tolist()) == ([0, 1], [16, 3])
+    assert (plan.prefill_rows.tolist(), plan.prefill_num_tokens.tolist()) == ([0, 1], [8, 3])
+
+
+def test_segments_of_one_step_fit_their_bucket_with_the_padding_behind_each() -> None:
+    """Of 32 tokens a prompt of 3 takes a tile of 16, and so does the next: a third one waits, though it has 3 too."""
+    scheduler = make_scheduler(tokens=(32,), configure={"prefill_multiple_of": 16})
+    scheduler.add([make_request(str(first), 3, first=first) for first in (100, 200, 300)])
+    assert [run_step(scheduler)[0].prefill_num_tokens.tolist() for _ in range(2)] == [[3, 3], [3]]
 
 
 def test_a_step_never_prefills_more_than_the_last_bucket_holds() -> None:
