@@ -13,6 +13,8 @@ from blockplane.v1 import engine_pb2 as pb
 _ATTACH_WORKER = f"/{pb.DESCRIPTOR.services_by_name['Engine'].full_name}/AttachWorker"
 FIRST_HEARTBEAT_SECONDS = 1.0
 """How often, until the engine has said."""
+_SIGNAL_SECONDS = 0.5
+"""How late a signal may be heard: one that comes just before a wait begins does not end the wait."""
 HEARTBEAT = pb.AttachWorkerRequest(heartbeat=pb.Heartbeat())
 LEAVING = pb.AttachWorkerRequest(leaving=pb.Leaving())
 
@@ -40,7 +42,13 @@ class EngineStream:
             grpc.RpcError: the stream breaks, or the engine ends it with an error.
             ProtocolError: what the engine sends is no message.
         """
-        while (item := self._incoming.get()) is not None:
+        while True:
+            try:
+                item = self._incoming.get(timeout=_SIGNAL_SECONDS)
+            except Empty:
+                continue
+            if item is None:
+                return
             if isinstance(item, Exception):
                 raise item
             yield item
