@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from blockplane import __version__
+from blockplane.client.compile import compile_graphs
 from blockplane.client.generate import add_flags, generate
 from blockplane.client.processes import MODULES, TOOLS, command_line, environment
 from blockplane.client.up import up
@@ -24,6 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if flags.subcommand == "generate":
             return generate(flags)
+        if flags.subcommand == "compile":
+            return compile_graphs(vars(flags))
         if flags.command:
             # A slip in the command shows now, not once the model is loaded.
             parser.parse_args(flags.command)
@@ -60,9 +63,17 @@ def _parser() -> argparse.ArgumentParser:
             usage="blockplane up [settings] [-- SUBCOMMAND ...]",
         )
     )
+    add_settings(
+        subparsers.add_parser(
+            "compile",
+            help="compile a device's graphs ahead",
+            description="Compiles every graph that a worker of these settings needs into the folder compile_cache.",
+        )
+    )
     for name in MODULES:
         subparsers.add_parser(name, help=f"run only the {name}", add_help=False)
     subparsers.add_parser("replay", help="run a worker's record again and compare", add_help=False)
+    subparsers.add_parser("builder", help="compile what an engine elsewhere configures", add_help=False)
     return parser
 
 

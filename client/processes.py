@@ -17,7 +17,7 @@ MODULES: Mapping[str, str] = {
 }
 """In the order in which they stop: requests that are under way may end while those that serve them still live."""
 
-TOOLS: Mapping[str, str] = {"replay": "blockplane.data_plane.replay"}
+TOOLS: Mapping[str, str] = {"replay": "blockplane.data_plane.replay", "builder": "blockplane.data_plane.builder"}
 """What starts like these, but serves nobody."""
 
 STOP_SECONDS = 5.0
@@ -77,6 +77,14 @@ class Child:
             raise BlockplaneError(f"the {self.name} ended: {self._sentence}")
         how = f"signal {-status} ended it" if status < 0 else f"it ended with exit status {status}"
         raise BlockplaneError(f"the {self.name} is gone: {how}; its last lines, if any, are above.")
+
+    def is_done(self) -> bool:
+        """Whether it has ended well. Raises as `check` does if it ended otherwise."""
+        if self._process.poll() == 0:
+            self._listener.join(STOP_SECONDS)
+            return True
+        self.check()
+        return False
 
     def stop(self, drain_seconds: float) -> None:
         """Ask it to end, by SIGTERM, and wait for so long, and STOP_SECONDS more, at most."""

@@ -1,4 +1,4 @@
-"""`blockplane worker`: loads the model and starts the worker process on this machine's CPU."""
+"""`blockplane worker`: loads the model onto this machine's device and starts the worker process."""
 
 import os
 import signal
@@ -11,7 +11,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-from blockplane.data_plane.loading.named import load_draft_model, load_named
+from blockplane.data_plane.backends.choice import chosen_backend
+from blockplane.data_plane.loaded_worker import loaded_worker
 from blockplane.data_plane.record import Record
 from blockplane.data_plane.threads import num_usable_cores
 from blockplane.data_plane.worker import Worker
@@ -23,15 +24,7 @@ def serve(config: Config) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     torch.set_num_threads(config.num_threads or num_usable_cores())
     record = Record(config.record) if config.record else None
-    model, info = load_named(config.model, config)
-    worker = Worker(
-        model,
-        info,
-        available_memory=config.kv_cache_bytes,
-        num_draft_tokens=config.num_draft_tokens,
-        draft_model=load_draft_model(config, info),
-        record=record,
-    )
+    worker = loaded_worker(config, chosen_backend(config), record)
     _leave_when_told(worker, config.drain_seconds)
     worker.serve(config.engine_address)
 

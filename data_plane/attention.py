@@ -1,16 +1,12 @@
 """One attention layer's KV cache and the two ways to read it; knows neither rows nor the model around it."""
 
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from blockplane.kernels import cpu as kernels
-from blockplane.protos.buckets import BucketRules
-
-BUCKET_RULES = BucketRules()
-"""The CPU kernels lift every constraint: segments of any length, any prior KV; contexts are data, not shapes."""
+from blockplane.data_plane.backends.backend import Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +42,11 @@ class AttentionBatch(Protocol):
     @property
     def slot_mapping(self) -> Tensor: ...
 
-    def attend(self, spec: AttentionSpec, query: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor: ...
+    def attend(
+        self, kernels: Kernels, spec: AttentionSpec, query: Tensor, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor: ...
+
+    def copied_to(self, device: torch.device) -> Self: ...
 
 
 AttentionBatches = tuple[AttentionBatch, ...]
@@ -70,7 +70,7 @@ class DecodeBatch:
     block_table: Tensor
     seq_lens: Tensor
 
-    def attend(self, spec: AttentionSpec, query: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def attend(self, kernels: Kernels, spec: AttentionSpec, query: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         rows = query.view(self.seq_lens.shape[0], -1, *query.shape[1:])
         return kernels.decode_attention(
             rows,
@@ -85,13 +85,18 @@ class DecodeBatch:
             sinks=spec.sinks,
         ).view_as(query)
 
+    def copied_to(self, device: torch.device) -> "DecodeBatch":
+        copied = (tensor.to(device, copy=True) for tensor in (self.slot_mapping, self.block_table, self.seq_lens))
+        return DecodeBatch(*copied)
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillBatch:
     """Segments of several requests, packed and padded to a bucket of `num_tokens`.
 
     slot_mapping: int64 [num_tokens], -1 on padding. block_table: int32 [num_segments, width], -1 = skip.
-    query_start_loc: int32 [num_segments + 1]. prior_tokens: int32 [num_segments], tokens in the cache before.
+    query_start_loc: int32 [num_segments + 1]. prior_tokens: int32 [num_segments], tokens in the cache before. Padding
+    between two requests, whose segments a backend wants to begin at its tiles, is a segment of no blocks.
     kv_segment_size: tokens of prior KV that a kernel reads at a time; 0 = unsegmented, and no prior KV is read.
     """
 
@@ -101,7 +106,7 @@ class PrefillBatch:
     prior_tokens: Tensor
     kv_segment_size: int
 
-    def attend(self, spec: AttentionSpec, query: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def attend(self, kernels: Kernels, spec: AttentionSpec, query: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         return kernels.segmented_attention(
             query,
             k_cache,
@@ -117,6 +122,15 @@ class PrefillBatch:
             sinks=spec.sinks,
         )
 
+    def copied_to(self, device: torch.device) -> "PrefillBatch":
+        return PrefillBatch(
+            self.slot_mapping.to(device, copy=True),
+            self.block_table.to(device, copy=True),
+            self.query_start_loc.to(device, copy=True),
+            self.prior_tokens.to(device, copy=True),
+            self.kv_segment_size,
+        )
+
 
 class Attention:
     """A layer's attention with its KV cache; the cache changes only here, inside the model's forward."""
@@ -124,15 +138,22 @@ class Attention:
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
         self.caches: tuple[Tensor, Tensor] | None = None
+        self._kernels: Kernels | None = None
         self.group = 0
 
-    def bind_kv_cache(self, k_cache: Tensor, v_cache: Tensor, group: int = 0) -> None:
-        """Take the caches, [total_blocks, block_size, num_kv_heads, head_dim] each, that KV planning allotted.
+    def bind_kv_cache(self, k_cache: Tensor, v_cache: Tensor, kernels: Kernels, group: int = 0) -> None:
+        """Take the caches that KV planning allotted, and the kernels for the layout that they have.
 
         `group` is the KV cache group whose block table finds this layer's blocks in them.
         """
-        self.caches = k_cache, v_cache
+        self.caches, self._kernels = (k_cache, v_cache), kernels
         self.group = group
+
+    def bound(self) -> tuple[tuple[Tensor, Tensor], Kernels]:
+        """The caches, and the kernels for them."""
+        assert self.caches is not None, "bind_kv_cache comes before the first forward"
+        assert self._kernels is not None, "bind_kv_cache gives both"
+        return self.caches, self._kernels
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, batches: AttentionBatches) -> Tensor:
         """Write the new KV, then attend.
@@ -143,12 +164,12 @@ class Attention:
         Returns:
             [num_tokens, num_heads, head_dim]
         """
-        assert self.caches is not None, "bind_kv_cache comes before the first forward"
-        batch, spec = batches[self.group], self.spec
-        if self.caches[0].dtype != torch.float8_e4m3fn:
-            kernels.write_kv(key, value, *self.caches, batch.slot_mapping)
-            return batch.attend(spec, query, *self.caches)
+        (caches, kernels), batch, spec = self.bound(), batches[self.group], self.spec
+        if caches[0].dtype != torch.float8_e4m3fn:
+            caches = kernels.write_kv(key, value, *caches, batch.slot_mapping)
+            return batch.attend(kernels, spec, query, *caches)
         # Scores are linear in keys and outputs in values, so that the scales of what is read are factors of these.
-        kernels.write_kv(key.float() / spec.k_scale, value.float() / spec.v_scale, *self.caches, batch.slot_mapping)
+        scaled_kv = key.float() / spec.k_scale, value.float() / spec.v_scale
+        caches = kernels.write_kv(*scaled_kv, *caches, batch.slot_mapping)
         scaled = replace(spec, scale=spec.scale * spec.k_scale)
-        return batch.attend(scaled, query, *self.caches) * spec.v_scale
+        return batch.attend(kernels, scaled, query, *caches) * spec.v_scale

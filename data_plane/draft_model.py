@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
-from blockplane.data_plane.graphs import Graphs
+from blockplane.data_plane.backends.backend import Backend
+from blockplane.data_plane.execution import execution_of
 from blockplane.data_plane.inputs import StepInputs, decode_inputs
 from blockplane.data_plane.models.interface import Model
 from blockplane.data_plane.rows import Rows
-from blockplane.data_plane.sampler import NO_LOGPROBS, sample
+from blockplane.data_plane.sampler import NO_LOGPROBS
 from blockplane.data_plane.sampling_rows import SamplingRows
 from blockplane.protos.plan import Configure, Int32Array, IntArray, StepPlan
 
@@ -25,19 +26,21 @@ class DraftModel:
     prompt may find its block.
 
     Attributes:
-        graphs: the model's forward, all shapes of which exist once it is built.
+        graphs: the model's, all shapes of which exist once it is built.
     """
 
-    def __init__(self, model: Model, configure: Configure, rows: Rows, sampling: SamplingRows) -> None:
+    def __init__(
+        self, model: Model, configure: Configure, rows: Rows, sampling: SamplingRows, backend: Backend
+    ) -> None:
         """`rows`, `sampling`: the target's, whose KV caches and this model's are bound."""
         configure = replace(configure, num_draft_tokens=0)
-        self._model = model
         self._target_rows, self._rows = rows, rows.at_another_pace(configure)
-        self._sampling = sampling
-        self.graphs = Graphs(model, configure)
+        self._sampling, self._is_compiled = sampling, backend.is_compiled
+        self._execution = execution_of(model, configure, backend)
+        self.graphs = self._execution.graphs
 
     def build(self) -> None:
-        self.graphs.build()
+        self._execution.build()
 
     def apply(self, plan: StepPlan) -> None:
         """Rows are all that it goes by."""
@@ -48,26 +51,25 @@ class DraftModel:
         rows.num_computed_tokens[decode_rows] = self._target_rows.num_computed_tokens[decode_rows]
         for index in range(draft_token_ids.shape[1] + 1):
             at = np.flatnonzero(most >= index)
-            hidden = self._forward(decode_rows[at])
             asks = most[at] > index
+            sampled = self._compute(decode_rows[at], asks, index)
             if asks.any():
-                at = at[asks]
-                draft_token_ids[at, index] = self._sample(hidden[torch.from_numpy(asks)], decode_rows[at], index)
+                # Where the model fails, any token.
+                draft_token_ids[at[asks], index] = np.maximum(sampled, 0)
                 rows.propose(decode_rows, draft_token_ids, np.minimum(most, index + 1))
         return most
 
     def follow(self, prefill: StepInputs) -> None:
-        self.graphs.run(prefill.shape, prefill.input_ids, prefill.positions, prefill.batches)
+        self._execution.run([prefill], None)
 
-    def _forward(self, decode_rows: IntArray) -> Tensor:
-        """Compute each row's next token: the hidden states after them, [num_rows, hidden_size]."""
-        inputs = decode_inputs(self._rows, decode_rows)
-        hidden = self.graphs.run(inputs.shape, inputs.input_ids, inputs.positions, inputs.batches)
+    def _compute(self, decode_rows: IntArray, asks: NDArray[np.bool_], index: int) -> Int32Array:
+        """Compute each row's next token, and sample that draft, of that index, of those rows that ask for it."""
+        inputs = decode_inputs(self._rows, decode_rows, is_compiled=self._is_compiled)
         self._rows.advance(decode_rows, inputs.num_scheduled_tokens)
-        return hidden[inputs.logits_indices]
-
-    def _sample(self, hidden: Tensor, rows: IntArray, index: int) -> Int32Array:
-        """Each row's draft of that index; where the model fails, any token."""
+        rows = decode_rows[asks]
+        if not rows.size:
+            return self._execution.run([inputs], None)[0].token_ids
+        inputs = replace(inputs, sampled_rows=rows, logits_indices=inputs.logits_indices[torch.from_numpy(asks)])
         batch = self._sampling.batch(self._rows, rows, self._rows.num_tokens[rows] + index)
         batch = replace(batch, num_logprobs=np.full_like(batch.num_logprobs, NO_LOGPROBS))
-        return np.maximum(sample(self._model.logits(hidden), batch).token_ids, 0)
+        return self._execution.run([inputs], batch)[0].token_ids

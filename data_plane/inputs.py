@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blockplane.data_plane.attention import AttentionBatches, DecodeBatch, PrefillBatch
-from blockplane.data_plane.graphs import Shape, table_width
+from blockplane.data_plane.graphs import Shape, prefill_table_width, table_width
+from blockplane.data_plane.packing import has_lone_prefills, max_segments, pack
 from blockplane.data_plane.rows import Rows
 from blockplane.kernels.slots import PAD_SLOT_ID, slots_of
 from blockplane.protos.buckets import choose_bucket
@@ -33,6 +34,7 @@ class StepInputs:
             rows' last known tokens, of a decode all tokens.
         input_ids, positions: int64 [num_padded_tokens]; padding holds 0.
         logits_indices: int64 [num_sampled], where these tokens stand.
+        first_indices: [num_rows], where each row's first token stands.
         batches: the attention's side, per KV cache group.
     """
 
@@ -43,6 +45,7 @@ class StepInputs:
     input_ids: Tensor
     positions: Tensor
     logits_indices: Tensor
+    first_indices: IntArray
     batches: AttentionBatches
 
     @property
@@ -51,7 +54,9 @@ class StepInputs:
         return int(self.num_scheduled_tokens.max())
 
 
-def decode_inputs(rows: Rows, decode_rows: IntArray, num_tokens: Int32Array | None = None) -> StepInputs:
+def decode_inputs(
+    rows: Rows, decode_rows: IntArray, num_tokens: Int32Array | None = None, *, is_compiled: bool = False
+) -> StepInputs:
     """Each row's newest token and its drafts: `decode_token_threshold` tokens a row, padded along the batch to one of
     `num_seqs_buckets` (seed 000, "Decode Batch Padding").
 
@@ -62,6 +67,7 @@ def decode_inputs(rows: Rows, decode_rows: IntArray, num_tokens: Int32Array | No
         decode_rows: [num_rows], at most `max_num_seqs`.
         num_tokens: int32 [num_rows], 1 to `decode_token_threshold`: the newest token and what was proposed after it;
             None = 1 each.
+        is_compiled: whether a bucket's tensors all have one shape; see `Backend`.
     """
     configure, num_rows, width = rows.configure, len(decode_rows), rows.configure.decode_token_threshold
     if num_tokens is None:
@@ -77,8 +83,8 @@ def decode_inputs(rows: Rows, decode_rows: IntArray, num_tokens: Int32Array | No
     token_rows = padded_rows if width == 1 else np.repeat(padded_rows, width)
     input_ids, padded_positions, *slot_mappings = _token_columns(rows, token_rows, positions, padding)
     context_len, buckets = int(seq_lens.max()), configure.decode_context_length_buckets
-    if buckets:
-        context_len = _bucket(context_len, buckets)
+    if buckets or is_compiled:
+        context_len = _bucket(context_len, buckets) if buckets else configure.max_model_len
         tables = _trimmed_tables(rows, decode_rows, seq_lens, context_len)
     else:
         lens = torch.from_numpy(seq_lens)
@@ -91,41 +97,52 @@ def decode_inputs(rows: Rows, decode_rows: IntArray, num_tokens: Int32Array | No
         input_ids=input_ids,
         positions=padded_positions,
         logits_indices=torch.from_numpy(actual_indices),
+        first_indices=actual_indices if width == 1 else np.arange(1, num_rows + 1) * width - num_tokens,
         batches=tuple(
             DecodeBatch(slot_mapping, *table) for slot_mapping, table in zip(slot_mappings, tables, strict=True)
         ),
     )
 
 
-def prefill_inputs(rows: Rows, prefill_rows: Int32Array, num_tokens: Int32Array) -> StepInputs:
-    """Segments packed end to end, padded to one of `num_batched_tokens_buckets` (seed 000, "Prefill Padding").
+def prefill_inputs(
+    rows: Rows, prefill_rows: Int32Array, num_tokens: Int32Array, *, is_compiled: bool = False
+) -> StepInputs:
+    """Segments packed end to end, each from a multiple of `prefill_multiple_of` on, padded to one of
+    `num_batched_tokens_buckets` (seed 000, "Prefill Padding").
 
     Args:
         prefill_rows, num_tokens: int32 [num_segments], each segment's row and how many tokens it computes.
+        is_compiled: as for `decode_inputs`.
     """
-    query_start_loc = np.concatenate((np.zeros(1, np.int32), np.cumsum(num_tokens, dtype=np.int32)))
-    num_actual = int(query_start_loc[-1])
-    num_padded = _bucket(num_actual, rows.configure.num_batched_tokens_buckets)
-    prior_tokens = rows.num_computed_tokens[prefill_rows]
+    configure, prior_tokens = rows.configure, rows.num_computed_tokens[prefill_rows]
+    num_packed = int(configure.num_bucket_tokens(num_tokens).sum())
+    num_padded = _bucket(num_packed, configure.num_batched_tokens_buckets)
+    is_lone = len(prefill_rows) == 1 and has_lone_prefills(num_padded, configure)
+    num_segments = 1 if is_lone else max_segments(num_padded, configure) if is_compiled else None
+    packing = pack(configure, num_tokens, prior_tokens, num_segments)
     token_rows, positions = np.zeros((2, num_padded), np.int64)
-    token_rows[:num_actual] = np.repeat(prefill_rows, num_tokens)
-    positions[:num_actual] = np.arange(num_actual) + np.repeat(prior_tokens - query_start_loc[:-1], num_tokens)
-    input_ids, padded_positions, *slot_mappings = _token_columns(rows, token_rows, positions, slice(num_actual, None))
+    token_rows[packing.token_indices] = np.repeat(prefill_rows, num_tokens)
+    positions[packing.token_indices] = np.repeat(prior_tokens, num_tokens) + packing.offsets
+    padding = np.ones(num_padded, np.bool_)
+    padding[packing.token_indices] = False
+    input_ids, padded_positions, *slot_mappings = _token_columns(rows, token_rows, positions, padding)
     seq_lens = prior_tokens + num_tokens
     reaches_end = seq_lens == rows.num_tokens[prefill_rows]
-    block_tables = _block_tables(rows, prefill_rows, len(prefill_rows), int(seq_lens.max()))
-    bounds, priors = torch.from_numpy(query_start_loc), torch.from_numpy(prior_tokens)
+    width = prefill_table_width(configure, None if is_compiled else int(seq_lens.max()))
+    block_tables = packing.spread(rows.block_table.gather(prefill_rows, len(prefill_rows), width), configure)
+    bounds, priors = torch.from_numpy(packing.query_start_loc), torch.from_numpy(packing.prior_tokens)
     return StepInputs(
-        shape=Shape(num_padded),
+        shape=Shape(num_padded, is_lone=is_lone),
         rows=prefill_rows,
         num_scheduled_tokens=num_tokens,
         sampled_rows=prefill_rows[reaches_end],
         input_ids=input_ids,
         positions=padded_positions,
-        logits_indices=torch.from_numpy(query_start_loc[1:][reaches_end].astype(np.int64) - 1),
+        logits_indices=torch.from_numpy((packing.starts + num_tokens - 1)[reaches_end].astype(np.int64)),
+        first_indices=packing.starts,
         batches=tuple(
-            PrefillBatch(slot_mapping, block_table, bounds, priors, rows.configure.kv_segment_size)
-            for slot_mapping, block_table in zip(slot_mappings, block_tables, strict=True)
+            PrefillBatch(slot_mapping, block_table, bounds, priors, configure.kv_segment_size)
+            for slot_mapping, block_table in zip(slot_mappings, torch.from_numpy(block_tables).unbind(), strict=True)
         ),
     )
 

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from blockplane.data_plane.backends.backend import Backend
+from blockplane.data_plane.backends.cpu import CPU
 from blockplane.data_plane.models.fingerprint import model_fingerprint
 from blockplane.data_plane.models.interface import Model
 from blockplane.data_plane.runner import Runner
@@ -18,12 +20,20 @@ class KeptRunner:
         runner: that of the last attach; None = there was none, or its build failed.
     """
 
-    def __init__(self, model: Model, info: ModelInfo, num_draft_tokens: int, draft_model: Model | None) -> None:
-        """`num_draft_tokens`, `draft_model`: as `Runner` has them."""
+    def __init__(
+        self,
+        model: Model,
+        info: ModelInfo,
+        num_draft_tokens: int,
+        draft_model: Model | None,
+        backend: Backend = CPU,
+    ) -> None:
+        """`num_draft_tokens`, `draft_model`, `backend`: as `Runner` has them."""
         self.fingerprint = model_fingerprint(model, draft_model)
         self.runner: Runner | None = None
         self._model, self._info = model, info
         self._num_draft_tokens, self._draft_model = num_draft_tokens, draft_model
+        self._backend = backend
 
     def configured(self, configure: Configure) -> Runner:
         """The runner of the last attach with its KV and graphs, reset, if it was built for the same; else a new one.
@@ -53,6 +63,7 @@ class KeptRunner:
             self._info.eos_token_ids,
             num_draft_tokens=self._num_draft_tokens,
             draft_model=self._draft_model,
+            backend=self._backend,
         )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from blockplane.data_plane.attention import Attention
+from blockplane.data_plane.backends.backend import Backend
 from blockplane.data_plane.models.interface import Model
 from blockplane.protos.errors import ProtocolError
 from blockplane.protos.kv_cache import KVCacheGroup, KVCacheTensor
@@ -42,8 +43,9 @@ def _specs_of(model: Model, prefix: str) -> tuple[LayerKVSpec, ...]:
     )
 
 
-def bind_kv_caches(model: Model, configure: Configure, draft_model: Model | None = None) -> None:
-    """Allocate each KV cache tensor once and bind it, with its group, to every layer that shares it.
+def bind_kv_caches(model: Model, configure: Configure, backend: Backend, draft_model: Model | None = None) -> None:
+    """Allocate each KV cache tensor once, as the backend lays it out, and bind it, with its group and the backend's
+    kernels, to every layer that shares it.
 
     Raises:
         ProtocolError: the layout contradicts the models' layers, or asks for attention that this worker does not have.
@@ -60,10 +62,11 @@ def bind_kv_caches(model: Model, configure: Configure, draft_model: Model | None
     for attention in attentions.values():
         attention.caches = None
     for tensor, spec in zip(tensors, spec_of, strict=True):
-        shape = (configure.num_blocks, configure.block_size, spec.num_kv_heads, spec.head_dim)
-        k_cache, v_cache = (torch.zeros(shape, dtype=getattr(torch, spec.dtype)) for _ in range(2))
+        shape = backend.kv_cache_shape(configure.num_blocks, configure.block_size, spec.num_kv_heads, spec.head_dim)
+        dtype = getattr(torch, spec.dtype)
+        k_cache, v_cache = (torch.zeros(shape, dtype=dtype, device=backend.device) for _ in range(2))
         for name in tensor.shared_by:
-            attentions[name].bind_kv_cache(k_cache, v_cache, group_of[name])
+            attentions[name].bind_kv_cache(k_cache, v_cache, backend.kernels, group_of[name])
 
 
 def num_kv_bytes(configure: Configure, model: Model, draft_model: Model | None = None) -> int:

@@ -43,6 +43,12 @@ class LogitChanges:
     output_counts: NDArray[np.int64]
     penalties: NDArray[np.float64]
 
+    @property
+    def changed(self) -> NDArray[np.int64]:
+        """Batch indices of the rows that change anything, some of them more than once."""
+        kinds = (self.allowed, self.banned, self.biased, self.penalized)
+        return np.concatenate([np.empty(0, np.int64), *(kind.batch_indices for kind in kinds if kind is not None)])
+
     def apply(self, logits: Tensor) -> None:
         """Change float32 [num_rows, vocab_size] in place. What may not come is -inf from here on."""
         device = logits.device

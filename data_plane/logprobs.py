@@ -38,14 +38,13 @@ def prompt_logprobs(
 
     Args:
         hidden: [num_tokens, hidden_size], hidden states of the tokens before them; at least one.
-        token_ids: int64 [num_tokens], the tokens that follow.
+        token_ids: int64 [num_tokens], the tokens that follow, on the host.
         project: hidden states to float32 logits [num_hidden, vocab_size].
         num_likeliest: how many are told beside each token.
     """
-    pieces = zip(torch.split(hidden, NUM_AT_ONCE), torch.split(token_ids, NUM_AT_ONCE), strict=True)
-    return join(
-        [
-            logprobs_of(project(states), following, np.full(len(following), num_likeliest, np.int32))
-            for states, following in pieces
-        ]
-    )
+    parts = []
+    for states, following in zip(torch.split(hidden, NUM_AT_ONCE), torch.split(token_ids, NUM_AT_ONCE), strict=True):
+        logits = project(states)
+        asked = np.full(len(following), num_likeliest, np.int32)
+        parts.append(logprobs_of(logits, following.to(logits.device), asked))
+    return join(parts)

@@ -5,6 +5,9 @@ import sys
 
 import torch
 
+from blockplane.data_plane.backends.backend import Backend
+from blockplane.data_plane.backends.choice import chosen_backend
+from blockplane.data_plane.backends.cpu import CPU
 from blockplane.data_plane.differences import first_difference
 from blockplane.data_plane.kept_runner import KeptRunner
 from blockplane.data_plane.loading.named import load_draft_model, load_named
@@ -31,12 +34,17 @@ class Replay:
     """
 
     def __init__(
-        self, model: Model, info: ModelInfo, num_draft_tokens: int = 0, draft_model: Model | None = None
+        self,
+        model: Model,
+        info: ModelInfo,
+        num_draft_tokens: int = 0,
+        draft_model: Model | None = None,
+        backend: Backend = CPU,
     ) -> None:
         """What the recorded worker had."""
         self.num_attaches = self.num_results = 0
         self._info = info
-        self._kept = KeptRunner(model, info, num_draft_tokens, draft_model)
+        self._kept = KeptRunner(model, info, num_draft_tokens, draft_model, backend)
         self._rows: Rows | None = None
         """What the record says of the rows, without the model."""
         self._plan: StepPlan | None = None
@@ -105,8 +113,10 @@ class Replay:
 def serve(config: Config) -> None:
     """Replay `config.record`. Raises as `Replay.take` does."""
     torch.set_num_threads(config.num_threads or num_usable_cores())
-    model, info = load_named(config.model, config)
-    replay = Replay(model, info, config.num_draft_tokens, load_draft_model(config, info))
+    backend = chosen_backend(config)
+    model, info = load_named(config.model, config, backend.device)
+    draft_model = load_draft_model(config, info, backend.device)
+    replay = Replay(model, info, config.num_draft_tokens, draft_model, backend)
     for entry in read_record(config.record):
         replay.take(entry)
     replay.end()

@@ -7,29 +7,30 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from blockplane.data_plane.attention import Attention
+from blockplane.data_plane.backends.backend import Backend
+from blockplane.data_plane.backends.cpu import CPU
 from blockplane.data_plane.draft_model import DraftModel
 from blockplane.data_plane.drafts import DraftSource, accept
-from blockplane.data_plane.graphs import Graphs
+from blockplane.data_plane.execution import execution_of
 from blockplane.data_plane.inputs import StepInputs, decode_inputs, prefill_inputs
 from blockplane.data_plane.kv_cache import attentions_of, bind_kv_caches
 from blockplane.data_plane.models.interface import Model
 from blockplane.data_plane.prompt_lookup import PromptLookup
 from blockplane.data_plane.rows import Rows
-from blockplane.data_plane.sampler import Samples, sample
+from blockplane.data_plane.sampler import Samples
 from blockplane.data_plane.sampling_rows import SamplingRows
 from blockplane.data_plane.told_prompts import ToldPrompts
 from blockplane.protos.errors import ProtocolError
-from blockplane.protos.plan import NO_ROWS, Configure, Int32Array, IntArray, StepPlan, StepResult
+from blockplane.protos.plan import Configure, Int32Array, IntArray, StepPlan, StepResult
 
 
 class Runner:
     """One worker's rows, KV cache and model, in one attach after another.
 
     Attributes:
-        configure: what it was built for. graphs: the model's forward, all shapes of which exist.
+        configure: what it was built for. graphs: the model's, all shapes of which exist.
         last_step: the last step that was computed whole.
     """
 
@@ -42,6 +43,7 @@ class Runner:
         *,
         num_draft_tokens: int = 0,
         draft_model: Model | None = None,
+        backend: Backend = CPU,
     ) -> None:
         """Build what the engine decided, every graph too.
 
@@ -50,6 +52,7 @@ class Runner:
             kernel_block_size: tokens in a block as the attention kernel has them; None = as the engine has them.
             num_draft_tokens: the most that this worker proposes for a row in a step.
             draft_model: what proposes them, of the same vocabulary; None = the rows' own texts do.
+            backend: where the models' weights lie.
 
         Raises:
             ProtocolError: it asks for what this model or this worker does not have.
@@ -61,18 +64,18 @@ class Runner:
                 f"{num_draft_tokens}; give both the same num_draft_tokens."
             )
         self._rows = Rows(configure, kernel_block_size)
-        bind_kv_caches(model, configure, draft_model)
+        bind_kv_caches(model, configure, backend, draft_model)
         if kernel_block_size is not None:
             _split_blocks(attentions_of(model, draft_model), kernel_block_size)
-        self._model = model
-        self.configure = configure
+        self.configure, self._backend = configure, backend
         self.last_step = configure.last_step
-        self.graphs = Graphs(model, configure)
+        self._execution = execution_of(model, configure, backend)
+        self.graphs = self._execution.graphs
         self._sampling = SamplingRows(configure.max_num_seqs, model.vocab_size, eos_token_ids)
-        self._told_prompts = ToldPrompts(self._rows, model.logits)
+        self._told_prompts = ToldPrompts(self._rows, self._execution.logits)
         self._drafts = self._draft_source(draft_model) if configure.num_draft_tokens else None
         with torch.inference_mode():
-            self.graphs.build()
+            self._execution.build()
             if self._drafts is not None:
                 self._drafts.build()
 
@@ -96,7 +99,7 @@ class Runner:
     def _draft_source(self, draft_model: Model | None) -> DraftSource:
         if draft_model is None:
             return PromptLookup(self._rows)
-        return DraftModel(draft_model, self.configure, self._rows, self._sampling)
+        return DraftModel(draft_model, self.configure, self._rows, self._sampling, self._backend)
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult:
@@ -109,18 +112,17 @@ class Runner:
         self._sampling.apply(plan)
         self._told_prompts.apply(plan)
         granted, num_drafts = self._propose(plan)
-        graphs = self._inputs(plan, granted)
-        sampled_rows = np.concatenate([inputs.sampled_rows for inputs in graphs])
-        positions = _sampled_positions(graphs) if num_drafts else None
-        hidden = [self._forward(inputs) for inputs in graphs]
-        to_sample = torch.cat([states[inputs.logits_indices] for inputs, states in zip(graphs, hidden, strict=True)])
-        samples = self._sample(to_sample, sampled_rows, positions)
-        told = self._told_prompts.logprobs(graphs[-1], hidden[-1]) if plan.prefill_rows.size else None
+        parts = self._inputs(plan, granted)
+        sampled_rows = np.concatenate([part.sampled_rows for part in parts])
+        positions = _sampled_positions(parts) if num_drafts else None
+        batch = self._sampling.batch(self._rows, sampled_rows, positions) if sampled_rows.size else None
+        samples, hidden = self._execution.run(parts, batch)
+        told = self._told_prompts.logprobs(parts[-1], hidden[-1]) if plan.prefill_rows.size else None
         if self._drafts is not None and plan.prefill_rows.size:
-            self._drafts.follow(graphs[-1])
+            self._drafts.follow(parts[-1])
         num_tokens = None
         if num_drafts:
-            samples, num_tokens = _accept(graphs[0], samples)
+            samples, num_tokens = _accept(parts[0], samples)
         result = StepResult(
             plan.step, samples.token_ids, num_tokens, samples.logprobs, told, num_drafts, self.configure.epoch
         )
@@ -145,24 +147,14 @@ class Runner:
 
     def _inputs(self, plan: StepPlan, num_tokens: Int32Array) -> list[StepInputs]:
         """What each graph of the step is fed: the decode's first, then the prefill's."""
-        rows, graphs = self._rows, []
+        rows, parts, is_compiled = self._rows, [], self._backend.is_compiled
         if rows.decode_rows.size:
-            graphs.append(decode_inputs(rows, rows.decode_rows, num_tokens))
+            parts.append(decode_inputs(rows, rows.decode_rows, num_tokens, is_compiled=is_compiled))
         if plan.prefill_rows.size:
-            graphs.append(prefill_inputs(rows, plan.prefill_rows, plan.prefill_num_tokens))
-        if not graphs:
+            parts.append(prefill_inputs(rows, plan.prefill_rows, plan.prefill_num_tokens, is_compiled=is_compiled))
+        if not parts:
             raise ProtocolError(f"the engine's plan of step {plan.step} has no work; run the same version on both.")
-        return graphs
-
-    def _forward(self, inputs: StepInputs) -> Tensor:
-        """Hidden states [num_padded_tokens, hidden_size]."""
-        return self.graphs.run(inputs.shape, inputs.input_ids, inputs.positions, inputs.batches)
-
-    def _sample(self, hidden: Tensor, sampled_rows: IntArray, positions: IntArray | None) -> Samples:
-        """Draw a token from each hidden state [num_sampled, hidden_size], all at once."""
-        if not sampled_rows.size:
-            return Samples(NO_ROWS)
-        return sample(self._model.logits(hidden), self._sampling.batch(self._rows, sampled_rows, positions))
+        return parts
 
 
 def _accept(decode: StepInputs, samples: Samples) -> tuple[Samples, Int32Array]:
@@ -173,14 +165,17 @@ def _accept(decode: StepInputs, samples: Samples) -> tuple[Samples, Int32Array]:
     return samples.take(np.concatenate((np.flatnonzero(is_new), prefilled))), num_new
 
 
-def _sampled_positions(graphs: Sequence[StepInputs]) -> IntArray:
+def _sampled_positions(parts: Sequence[StepInputs]) -> IntArray:
     """int64 [num_sampled]: where the tokens that are sampled come, each behind the one that it is sampled after."""
-    return torch.cat([inputs.positions[inputs.logits_indices] for inputs in graphs]).numpy() + 1
+    return torch.cat([part.positions[part.logits_indices] for part in parts]).numpy() + 1
 
 
 def _split_blocks(attentions: Sequence[Attention], kernel_block_size: int) -> None:
-    """Show every KV cache to the kernel in blocks of its own size; the slots in them stay where they are."""
+    """Show every KV cache to the kernel in blocks of its own size; the slots in them stay where they are.
+
+    Token-major ones only: in others a part of a block does not lie in one piece.
+    """
     for attention in attentions:
-        assert attention.caches is not None, "bind_kv_caches comes before"
-        k_cache, v_cache = (cache.view(-1, kernel_block_size, *cache.shape[2:]) for cache in attention.caches)
-        attention.bind_kv_cache(k_cache, v_cache, attention.group)
+        caches, kernels = attention.bound()
+        k_cache, v_cache = (cache.view(-1, kernel_block_size, *cache.shape[2:]) for cache in caches)
+        attention.bind_kv_cache(k_cache, v_cache, kernels, attention.group)

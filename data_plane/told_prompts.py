@@ -35,18 +35,19 @@ class ToldPrompts:
         Called before the rows advance.
 
         Args:
-            hidden: [num_padded_tokens, hidden_size], of the segments' tokens end to end.
+            hidden: [num_padded_tokens, hidden_size].
         """
         if not self._asked:
             return None
-        rows, parts, start = self._rows, [], 0
-        for row, num_tokens in zip(prefill.rows.tolist(), prefill.num_scheduled_tokens.tolist(), strict=True):
+        rows, parts = self._rows, []
+        segments = zip(
+            prefill.rows.tolist(), prefill.num_scheduled_tokens.tolist(), prefill.first_indices.tolist(), strict=True
+        )
+        for row, num_tokens, start in segments:
             num_prompt_tokens, num_likeliest = self._asked.get(row, (0, 0))
             first = int(rows.num_computed_tokens[row]) + 1
             following = rows.token_ids[row, first : min(first + num_tokens, num_prompt_tokens)]
             if following.size:
-                token_ids = torch.from_numpy(following).to(hidden.device, torch.int64)
                 states = hidden[start : start + len(following)]
-                parts.append(prompt_logprobs(states, token_ids, self._project, num_likeliest))
-            start += num_tokens
+                parts.append(prompt_logprobs(states, torch.from_numpy(following).long(), self._project, num_likeliest))
         return join(parts) if parts else None

@@ -6,7 +6,8 @@ import time
 
 import grpc
 
-from blockplane.data_plane.attention import BUCKET_RULES
+from blockplane.data_plane.backends.backend import Backend
+from blockplane.data_plane.backends.cpu import CPU
 from blockplane.data_plane.configure_check import check_configure
 from blockplane.data_plane.engine_stream import LEAVING, EngineStream
 from blockplane.data_plane.kept_runner import KeptRunner
@@ -45,19 +46,24 @@ class Worker:
         num_draft_tokens: int = 0,
         draft_model: Model | None = None,
         record: Record | None = None,
+        backend: Backend = CPU,
+        serves: bool = True,
     ) -> None:
         """
         Args:
             available_memory: bytes that it gives to KV, its draft model's too.
             num_draft_tokens, draft_model: as `Runner` has them; the draft model's vocabulary is the model's.
             record: where its plans and results go; None = nowhere.
+            backend: where the models' weights lie.
+            serves: False = it leaves once it has built what the engine configures.
         """
         self.boot_id = secrets.randbits(64)
         self.pace = Pace()
         self._model, self._draft_model = model, draft_model
         self._info = info
         self._available_memory = available_memory
-        self._kept = KeptRunner(model, info, num_draft_tokens, draft_model)
+        self._backend, self._serves = backend, serves
+        self._kept = KeptRunner(model, info, num_draft_tokens, draft_model, backend)
         self._record = record
         self._attached: EngineStream | None = None
         self._is_leaving = False
@@ -66,7 +72,8 @@ class Worker:
         """Attach, compute until the stream ends, attach again, until told to leave.
 
         Raises:
-            BlockplaneError: the engine refuses this worker for good; the message is the engine's.
+            BlockplaneError: the engine refuses this worker for good; the message is the engine's. Or it only builds,
+                and cannot build what the engine asks for.
         """
         last_reason = None
         while True:
@@ -108,6 +115,8 @@ class Worker:
                 return error.details() or error.code().name
             except ProtocolError as error:
                 stream.end_with(pb.AttachWorkerRequest(fault=pb.Fault(message=str(error))), _FAULT_SECONDS)
+                if not self._serves:
+                    raise
                 return str(error)
             finally:
                 self._attached = None
@@ -127,6 +136,9 @@ class Worker:
         _expect(first, "configure")
         stream.set_heartbeat(first.configure.heartbeat_milliseconds)
         runner = self._configure(first.configure)
+        if not self._serves:
+            self._is_leaving = True
+            return
         stream.send(pb.AttachWorkerRequest(ready=_ready(runner)))
         self._attached = stream
         logger.info("attached, with %d KV blocks", runner.configure.num_blocks)
@@ -160,7 +172,7 @@ class Worker:
             model=wire.model_info_to_proto(self._info),
             layers=[wire.layer_to_proto(spec) for spec in layer_kv_specs(self._model, self._draft_model)],
             available_memory=self._available_memory,
-            bucket_rules=wire.bucket_rules_to_proto(BUCKET_RULES),
+            bucket_rules=wire.bucket_rules_to_proto(self._backend.bucket_rules),
             model_fingerprint=self._kept.fingerprint,
             boot_id=self.boot_id,
             last_epoch=0 if runner is None else runner.configure.epoch,

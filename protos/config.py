@@ -46,7 +46,7 @@ class Config:
     max_num_seqs: int = _setting(0, "decode rows a step; 0 = the last bucket, else it becomes the last")
     segmented_prefill: str = _setting("on", "on, or off: prompts up to the last prefill bucket, and no prefix caching")
     max_model_len: int = _setting(0, "tokens of prompt and output together; 0 = the model's own limit")
-    kv_cache_bytes: int = _setting(2 << 30, "bytes that a worker gives to KV")
+    kv_cache_bytes: int = _setting(2 << 30, "bytes that a worker gives to KV; 0 = what its device can spare")
     num_blocks: int = _setting(0, "KV blocks, the null block included; 0 = as many as the memory holds")
     prefix_caching: str = _setting("on", "share the KV of equal prompt prefixes: on or off; needs segmented_prefill")
     num_draft_tokens: int = _setting(0, "tokens that a step may guess for each decode row; 0 = none")
@@ -66,6 +66,9 @@ class Config:
     journal_seconds: int = _setting(3600, "seconds that the journal keeps ended requests")
     record: str = _setting("", "file in which a worker records plans and results, for `blockplane replay`")
     num_threads: int = _setting(0, "threads of a CPU worker; 0 = one for each core it may use")
+    device: str = _setting("auto", "where a worker computes: cpu, neuron, or auto (neuron if it is there)")
+    compile_cache: str = _setting("", "folder of graphs, of a device that compiles them; none = ~/.cache/blockplane")
+    compile_cache_miss: str = _setting("compile", "what to do about a graph that is not there: compile, or fail")
     log_level: str = _setting("info", "debug, info, warning or error")
 
     @property
@@ -276,5 +279,7 @@ _CHOICES = {
     "segmented_prefill": ("on", "off"),
     "prefix_caching": ("on", "off"),
     "draft_source": ("ngram", "model"),
+    "device": ("auto", "cpu", "neuron"),
+    "compile_cache_miss": ("compile", "fail"),
     "log_level": ("debug", "info", "warning", "error"),
 }

@@ -10,7 +10,8 @@ from blockplane.control_plane.engine.kv_planning import RankKV, plan_kv_cache
 from blockplane.control_plane.engine.request import Request
 from blockplane.control_plane.engine.scheduler import MAX_IN_FLIGHT, Scheduler
 from blockplane.control_plane.engine.waiting import WaitingQueue
-from blockplane.data_plane.attention import BUCKET_RULES
+from blockplane.data_plane.backends.backend import Backend
+from blockplane.data_plane.backends.cpu import CPU
 from blockplane.data_plane.kv_cache import layer_kv_specs
 from blockplane.data_plane.models.interface import Model
 from blockplane.data_plane.runner import Runner
@@ -33,6 +34,7 @@ class Planes:
         draft_model: Model | None = None,
         kernel_block_size: int | None = None,
         num_draft_tokens: int | None = None,
+        backend: Backend = CPU,
     ) -> None:
         """`settings` are the configuration's, as from a command line.
 
@@ -40,7 +42,7 @@ class Planes:
         """
         config = load_config(settings, {})
         ranks = [RankKV(layer_kv_specs(model, draft_model), config.kv_cache_bytes)]
-        (configure,) = plan_kv_cache(config, ranks, BUCKET_RULES, config.max_model_len)
+        (configure,) = plan_kv_cache(config, ranks, backend.bucket_rules, config.max_model_len)
         configure = wire.configure_from_proto(wire.configure_to_proto(configure))
         self.scheduler = Scheduler(
             configure,
@@ -56,6 +58,7 @@ class Planes:
             kernel_block_size,
             num_draft_tokens=config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens,
             draft_model=draft_model,
+            backend=backend,
         )
         self.texts: dict[int, list[int]] = {}
         """Outputs by the order of submission, failures included as they came."""

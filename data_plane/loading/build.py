@@ -10,7 +10,7 @@ from torch import Tensor
 from blockplane.data_plane.loading.checkpoint import Checkpoint
 from blockplane.data_plane.loading.kv_scales import KVScales
 from blockplane.data_plane.models.transformer import Transformer
-from blockplane.data_plane.models.weights import DecoderWeights
+from blockplane.data_plane.models.weights import HOST, DecoderWeights
 from blockplane.protos.errors import ConfigurationError, ModelError
 
 _logger = logging.getLogger(__name__)
@@ -20,7 +20,11 @@ _PROGRESS_STEPS = 10
 
 
 def load_model(
-    checkpoint: Checkpoint, dtype: str, max_model_len: int | None = None, kv_cache_dtype: str | None = None
+    checkpoint: Checkpoint,
+    dtype: str,
+    max_model_len: int | None = None,
+    kv_cache_dtype: str | None = None,
+    device: torch.device = HOST,
 ) -> Transformer:
     """Fill a decoder from a checkpoint, whose tensors this uses up; progress and a final line go to the log.
 
@@ -29,6 +33,7 @@ def load_model(
         max_model_len: tokens that a sequence may hold; None = all that the model was made for.
         kv_cache_dtype: "float8_e4m3fn", scaled as the checkpoint says, or by 1 with a warning; None = `dtype`, for
             which the checkpoint's scales mean nothing.
+        device: where the weights go, tensor by tensor.
 
     Raises:
         ModelError: a tensor is missing, unexpected, misshapen or no scale; the message names it.
@@ -37,7 +42,7 @@ def load_model(
     if dtype not in _DTYPES:
         raise ConfigurationError(f"dtype is {dtype}; set it to one of {', '.join(_DTYPES)}.")
     started = time.perf_counter()
-    weights = DecoderWeights(checkpoint.config, _DTYPES[dtype])
+    weights = DecoderWeights(checkpoint.config, _DTYPES[dtype], device)
     awaited, kv_scales = dict(weights.named_tensors()), KVScales(weights.layers)
     progress = _Progress(checkpoint.name, sum(tensor.nbytes for tensor in awaited.values()))
     for name, tensor in checkpoint.tensors:

@@ -3,26 +3,29 @@
 import sys
 import zlib
 
+import torch
+
 from blockplane.data_plane.kv_cache import KV_CACHE_DTYPES
 from blockplane.data_plane.loading.build import load_model
 from blockplane.data_plane.loading.checkpoint import open_checkpoint
 from blockplane.data_plane.models.interface import Model
 from blockplane.data_plane.models.synthetic import MAX_MODEL_LEN, SyntheticModel, synthetic_model_info
+from blockplane.data_plane.models.weights import HOST
 from blockplane.protos.config import Config
 from blockplane.protos.errors import ConfigurationError
 from blockplane.protos.model import ModelInfo
 
 
-def load_named(name: str, config: Config) -> tuple[Model, ModelInfo]:
-    """A model, and its part of the worker's hello. Raises ModelError or ConfigurationError."""
+def load_named(name: str, config: Config, device: torch.device = HOST) -> tuple[Model, ModelInfo]:
+    """A model on a device, and its part of the worker's hello. Raises ModelError or ConfigurationError."""
     kv_cache_dtype = KV_CACHE_DTYPES[config.kv_cache_dtype]
     if name == "synthetic":
         max_model_len = config.max_model_len or MAX_MODEL_LEN
-        return SyntheticModel(config.dtype, kv_cache_dtype=kv_cache_dtype), synthetic_model_info(max_model_len)
+        model = SyntheticModel(config.dtype, str(device), kv_cache_dtype=kv_cache_dtype)
+        return model, synthetic_model_info(max_model_len)
     checkpoint = open_checkpoint(name)
     max_model_len = min(config.max_model_len or sys.maxsize, checkpoint.config.max_position_embeddings)
-    model = load_model(checkpoint, config.dtype, max_model_len, kv_cache_dtype)
-    return model, ModelInfo(
+    return load_model(checkpoint, config.dtype, max_model_len, kv_cache_dtype, device), ModelInfo(
         name=checkpoint.name,
         vocab_size=checkpoint.config.vocab_size,
         max_model_len=max_model_len,
@@ -33,11 +36,11 @@ def load_named(name: str, config: Config) -> tuple[Model, ModelInfo]:
     )
 
 
-def load_draft_model(config: Config, target: ModelInfo) -> Model | None:
+def load_draft_model(config: Config, target: ModelInfo, device: torch.device = HOST) -> Model | None:
     """Raises ConfigurationError if the draft model cannot guess all that the target may say."""
     if not config.num_draft_tokens or config.draft_source != "model":
         return None
-    model, info = load_named(config.draft_model, config)
+    model, info = load_named(config.draft_model, config, device)
     if info.vocab_size != target.vocab_size:
         raise ConfigurationError(
             f"draft_model {info.name} has a vocabulary of {info.vocab_size} tokens and {target.name} one of"

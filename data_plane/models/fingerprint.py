@@ -32,9 +32,12 @@ def joined(fingerprints: Iterable[bytes]) -> bytes:
 
 
 def _sample(tensor: Tensor) -> bytes:
+    if tensor.is_meta:
+        # Where models are only compiled their weights have shapes and no numbers.
+        return b""
     elements = tensor.detach().flatten()
     stride = -(-elements.nbytes // SAMPLE_BYTES) or 1
-    return elements[::stride].clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
+    return elements[::stride].cpu().clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
 
 
 def model_fingerprint(model: Model, draft_model: Model | None) -> bytes:

@@ -26,3 +26,7 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """[num_sampled, hidden_size] -> float32 [num_sampled, vocab_size]."""
         ...
+
+    def idle_hidden(self, num_tokens: int) -> Tensor:
+        """Zeros on the host, in the shape and dtype of so many tokens' hidden states."""
+        ...

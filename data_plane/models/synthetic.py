@@ -82,7 +82,8 @@ class SyntheticModel:
         self._step_seconds = step_seconds
 
     def forward(self, input_ids: Tensor, positions: Tensor, batches: AttentionBatches) -> Tensor:
-        time.sleep(self._step_seconds)
+        if self._step_seconds:
+            time.sleep(self._step_seconds)
         state: Tensor = arithmetic.first_state(input_ids, positions)
         for layer, attention in zip(self._layers, self.attentions, strict=True):
             state = layer.next_state(state, positions, attention, batches)
@@ -95,6 +96,9 @@ class SyntheticModel:
         targets: Tensor = arithmetic.target(state, token_ids, self._alphabet)
         lead = torch.full_like(noise[:, :1], TARGET_MARGIN)
         return noise.scatter_add_(1, targets[:, None], lead)
+
+    def idle_hidden(self, num_tokens: int) -> Tensor:
+        return torch.zeros(num_tokens, 2, dtype=torch.int64)
 
 
 class _Layer:

@@ -22,7 +22,7 @@ class Transformer:
         max_model_len: int | None = None,
         kv_cache_dtype: str | None = None,
     ) -> None:
-        """Prepare for positions below `max_model_len`, by default all that the model was made for.
+        """Prepare for positions below `max_model_len`, by default all that the model was made for, where weights lie.
 
         `kv_cache_dtype` None = that of the weights.
         """
@@ -37,9 +37,10 @@ class Transformer:
         # Rounded to the model's dtype, as the checkpoint's makers trained it.
         scale = torch.tensor(config.embedding_scale or 1.0, dtype=weights.embeddings.dtype)
         self._embedding_scale = None if config.embedding_scale is None else scale.item()
-        num_positions = max_model_len or config.max_position_embeddings
+        num_positions, device = max_model_len or config.max_position_embeddings, weights.embeddings.device
         self._rotary_tables = {
-            rope: rotary_table(rope, config.head_dim, num_positions) for rope in {layer.rope for layer in config.layers}
+            rope: rotary_table(rope, config.head_dim, num_positions).to(device)
+            for rope in {layer.rope for layer in config.layers}
         }
         self._norm = RMSNorm(weights.norm, config, weights.embeddings.dtype)
         self._layers = [
@@ -65,6 +66,10 @@ class Transformer:
         logits = self._output(hidden).float()
         cap = self.config.logit_soft_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def idle_hidden(self, num_tokens: int) -> Tensor:
+        """Zeros on the host, [num_tokens, hidden_size]."""
+        return torch.zeros(num_tokens, self.config.hidden_size, dtype=getattr(torch, self.dtype))
 
 
 class DecoderLayer:

@@ -9,6 +9,8 @@ from blockplane.data_plane.models.config import ModelConfig
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 
+HOST = torch.device("cpu")
+
 
 class LayerWeights:
     """One decoder layer's parameters, allocated and not yet filled.
@@ -66,11 +68,12 @@ class LayerWeights:
 class DecoderWeights:
     """A whole decoder's parameters, allocated and not yet filled."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        self.embeddings = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.output = self.embeddings if config.tied_embeddings else torch.empty_like(self.embeddings)
-        self.norm = torch.empty(config.hidden_size)
-        self.layers = [LayerWeights(config, dtype) for _ in config.layers]
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device = HOST) -> None:
+        with device:
+            self.embeddings = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
+            self.output = self.embeddings if config.tied_embeddings else torch.empty_like(self.embeddings)
+            self.norm = torch.empty(config.hidden_size)
+            self.layers = [LayerWeights(config, dtype) for _ in config.layers]
 
     def named_tensors(self) -> NamedTensors:
         """Every parameter by its Hugging Face name; copying into them all fills the decoder."""

@@ -203,3 +203,18 @@ def test_a_port_of_zero_is_refused_since_no_client_could_find_it(start_up):
     up = start_up("--model", "synthetic", "--address", "127.0.0.1:0")
     assert up.finish() == (1, "")
     assert up.stderr == "blockplane up: address is 127.0.0.1:0; name a port, so that clients can find it.\n"
+
+
+def test_compile_ends_by_the_sentence_of_what_cannot_be_compiled_for(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [*COMMAND, "compile", "--model", "synthetic", "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+        check=False,
+        env={**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+    )
+    assert ran.returncode == 1
+    sentence = "the builder ended: device is cpu, for which nothing is compiled; choose device neuron."
+    assert ran.stderr.splitlines()[-1] == f"blockplane compile: {sentence}"
+    assert list(tmp_path.iterdir()) == []

@@ -5,13 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from nki_on_cpu import ensure_nki
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from blockplane.data_plane.attention import DecodeBatch, PrefillBatch
+from blockplane.data_plane.backends.cpu import CPU
 from blockplane.data_plane.models.interface import Model
 from blockplane.kernels.slots import PAD_SLOT_ID, SKIP_BLOCK_ID, slots_of
+
+# Kernels for NeuronCores import it, where tests run them.
+ensure_nki()
 
 VOCAB_SIZE = 96
 BOS, EOS = 1, 2
@@ -32,7 +37,7 @@ class BlockKVDriver:
         for attention in model.attentions:
             shape = (total_blocks, block_size, attention.spec.num_kv_heads, attention.spec.head_dim)
             caches = (torch.full(shape, float("nan"), dtype=getattr(torch, model.kv_cache_dtype)) for _ in range(2))
-            attention.bind_kv_cache(*caches)
+            attention.bind_kv_cache(*caches, CPU.kernels)
 
     def prefill(self, token_ids: Sequence[int], num_padding: int = 0) -> Tensor:
         """Run one segment, padded; return its logits [num_tokens, vocab_size]."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from blockplane.data_plane.attention import AttentionBatch, DecodeBatch, PrefillBatch
+from blockplane.data_plane.backends.cpu import CPU
 from blockplane.data_plane.models.synthetic import SyntheticModel
 from blockplane.data_plane.models.synthetic_arithmetic import NUM_CHANNELS, NUM_KV_HEADS
 from blockplane.kernels.slots import PAD_SLOT_ID, SKIP_BLOCK_ID, slots_of
@@ -42,7 +43,7 @@ class SyntheticDriver:
     def bind(self) -> None:
         """Give the model these caches: several drivers may share one model."""
         for attention, caches in zip(self.model.attentions, self.caches, strict=True):
-            attention.bind_kv_cache(*caches)
+            attention.bind_kv_cache(*caches, CPU.kernels)
 
     def prefill(self, *segments: tuple[int, int], padding: int = 0) -> Tensor:
         """Compute the next `num_tokens` of each (row, num_tokens), packed; the hidden states without the padding."""

@@ -30,6 +30,7 @@ def decode_of(texts: list[list[int]]) -> StepInputs:
         input_ids=torch.tensor(padded).flatten(),
         positions=torch.zeros(WIDTH * len(padded), dtype=torch.int64),
         logits_indices=torch.tensor(is_token).flatten().nonzero().flatten(),
+        first_indices=np.arange(1, len(texts) + 1) * WIDTH - column(*map(len, texts)),
         batches=(),
     )
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from blockplane.data_plane.attention import Attention, AttentionSpec, DecodeBatch, PrefillBatch
+from blockplane.data_plane.backends.cpu import CPU
 
 PLAIN = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.4)
 SPECS = {
@@ -45,7 +46,7 @@ def test_two_segments_and_decodes_are_what_the_spec_says(
     torch.manual_seed(1)
     query, key, value = (torch.randn(NUM_TOKENS, heads, 8) for heads in (4, 2, 2))
     attention = Attention(spec)
-    attention.bind_kv_cache(*(torch.full((7, 2, 2, 8), float("nan")) for _ in range(2)))
+    attention.bind_kv_cache(*(torch.full((7, 2, 2, 8), float("nan")) for _ in range(2)), CPU.kernels)
     block_table = torch.tensor([[5, 1, 4, 2, 6, 3]], dtype=torch.int32)
     slots = block_table[0].long().repeat_interleave(2) * 2 + torch.arange(12) % 2
     outputs = []
@@ -67,7 +68,7 @@ def test_an_unsegmented_prefill_computes_a_prompt_at_once() -> None:
     torch.manual_seed(2)
     query, key, value = (torch.randn(NUM_TOKENS, heads, 8) for heads in (4, 2, 2))
     attention = Attention(PLAIN)
-    attention.bind_kv_cache(*(torch.full((7, 2, 2, 8), float("nan")) for _ in range(2)))
+    attention.bind_kv_cache(*(torch.full((7, 2, 2, 8), float("nan")) for _ in range(2)), CPU.kernels)
     bounds, prior = torch.tensor([0, NUM_TOKENS]).int(), torch.tensor([0]).int()
     table = torch.arange(1, 7)[None].int()
     batch = PrefillBatch(torch.arange(2, 2 + NUM_TOKENS), table, bounds, prior, kv_segment_size=0)

@@ -11,7 +11,8 @@ from test_graphs import TinyModel
 from torch import Tensor
 
 from blockplane.control_plane.engine.kv_planning import RankKV, plan_kv_cache
-from blockplane.data_plane.attention import BUCKET_RULES, Attention, AttentionBatches, AttentionSpec
+from blockplane.data_plane.attention import Attention, AttentionBatches, AttentionSpec
+from blockplane.data_plane.backends.cpu import CPU
 from blockplane.data_plane.draft_model import DraftModel
 from blockplane.data_plane.graphs import Shape, shapes_of
 from blockplane.data_plane.kv_cache import attentions_of, layer_kv_specs
@@ -142,7 +143,7 @@ def test_layers_of_several_kinds_must_take_equal_bytes_and_what_does_not_is_name
     config = load_config({"num_draft_tokens": "3"}, {})
     ranks = [RankKV(layer_kv_specs(target(), TinyModel()), 1 << 30)]
     with pytest.raises(ConfigurationError, match=r"draft\.layers\.0\.self_attn"):
-        plan_kv_cache(config, ranks, BUCKET_RULES, 128)
+        plan_kv_cache(config, ranks, CPU.bucket_rules, 128)
 
 
 def test_an_engine_that_counts_on_more_drafts_than_the_worker_proposes_is_refused_with_both_numbers() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from synthetic_oracle import continue_greedily
 
 from blockplane.data_plane.attention import DecodeBatch
+from blockplane.data_plane.backends.cpu import CPU
 from blockplane.data_plane.graphs import Shape, idle_tensors
 from blockplane.data_plane.inputs import StepInputs, decode_inputs
 from blockplane.data_plane.kv_cache import bind_kv_caches
@@ -109,7 +110,7 @@ def test_every_token_of_a_forward_sees_what_it_would_alone(fill: float) -> None:
     prompts = {3: [5, 6, 7], 0: [9], 2: list(range(20, 33))}
     counts = column(4, 2, 1)
     model = SyntheticModel("float32")
-    bind_kv_caches(model, CONFIGURE)
+    bind_kv_caches(model, CONFIGURE, CPU)
     for attention in model.attentions:
         for cache in attention.caches or ():
             cache.fill_(fill)

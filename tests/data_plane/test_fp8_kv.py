@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from blockplane.data_plane.attention import Attention, AttentionBatches, AttentionSpec, DecodeBatch, PrefillBatch
+from blockplane.data_plane.backends.cpu import CPU
 from blockplane.data_plane.kv_cache import layer_kv_specs
 from blockplane.data_plane.loading.build import load_model
 from blockplane.data_plane.loading.checkpoint import open_checkpoint
@@ -46,7 +47,7 @@ def kept(kv: Tensor, scale: float) -> Tensor:
 def attend(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Two segments and then token by token, among NaN."""
     attention = Attention(spec)
-    attention.bind_kv_cache(*(torch.full((7, 2, 2, 8), float("nan")).to(FP8) for _ in range(2)))
+    attention.bind_kv_cache(*(torch.full((7, 2, 2, 8), float("nan")).to(FP8) for _ in range(2)), CPU.kernels)
     table = torch.tensor([[5, 1, 4, 2, 6, 3]], dtype=torch.int32)
     slots = table[0].long().repeat_interleave(2) * 2 + torch.arange(12) % 2
     outputs = []
@@ -100,7 +101,7 @@ def test_scales_mean_nothing_to_a_cache_of_another_dtype() -> None:
     outputs = []
     for scales in {}, {"k_scale": K_SCALE, "v_scale": V_SCALE}:
         attention = Attention(replace(SPECS["plain"], **scales))
-        attention.bind_kv_cache(torch.zeros(7, 2, 2, 8), torch.zeros(7, 2, 2, 8))
+        attention.bind_kv_cache(torch.zeros(7, 2, 2, 8), torch.zeros(7, 2, 2, 8), CPU.kernels)
         outputs.append(attention(query, key, value, (batch,)))
     assert torch.equal(*outputs)
 

@@ -5,6 +5,8 @@ import logging
 import random
 import re
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +17,11 @@ from torch import Tensor
 
 from blockplane.control_plane.engine.request import Request
 from blockplane.data_plane.attention import Attention, AttentionBatches, AttentionSpec
+from blockplane.data_plane.backends.backend import Compute
+from blockplane.data_plane.backends.cpu import CPU
 from blockplane.data_plane.graphs import Graphs, Shape, idle_tensors, shapes_of
 from blockplane.data_plane.kv_cache import bind_kv_caches
+from blockplane.data_plane.models.interface import Model
 from blockplane.data_plane.models.synthetic import SyntheticModel
 from blockplane.data_plane.runner import Runner
 from blockplane.protos.errors import ConfigurationError, ProtocolError
@@ -26,6 +31,16 @@ from blockplane.protos.sampling import SamplingParams
 CONFIGURE = Configure(
     4, 200, max_model_len=64, num_batched_tokens_buckets=(8, 16, 48), num_seqs_buckets=(1, 2, 4, 8), kv_segment_size=16
 )
+
+
+def graphs_of(model: Model, *, is_compiled: bool) -> Graphs:
+    idle = partial(idle_tensors, configure=CONFIGURE, is_compiled=is_compiled)
+    return Graphs(model.forward, idle, CONFIGURE, replace(CPU, is_compiled=is_compiled, build=run_once))
+
+
+def run_once(compute: Compute, inputs: tuple[Any, ...]) -> Compute:
+    compute(*inputs)
+    return compute
 
 
 def test_there_is_a_shape_for_every_bucket_of_every_list() -> None:
@@ -48,9 +63,9 @@ def test_every_shape_is_run_where_shapes_are_compiled_and_else_the_least_of_each
     is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, lengths = TinyModel(), list[int]()
-    bind_kv_caches(model, CONFIGURE)
+    bind_kv_caches(model, CONFIGURE, CPU)
     monkeypatch.setattr(model, "forward", lambda input_ids, positions, batches: lengths.append(len(input_ids)))
-    graphs = Graphs(model, CONFIGURE, is_compiled=is_compiled)
+    graphs = graphs_of(model, is_compiled=is_compiled)
     graphs.build()
     assert lengths == ([48, 16, 8, 8, 4, 2, 1] if is_compiled else [8, 1])
     assert set(graphs.num_runs) == set(shapes_of(CONFIGURE))
@@ -60,9 +75,9 @@ def test_every_shape_is_run_where_shapes_are_compiled_and_else_the_least_of_each
 @pytest.mark.parametrize("fill", [float("nan"), 1e30])
 def test_a_build_writes_no_slot(fill: float) -> None:
     model = SyntheticModel("float32")
-    bind_kv_caches(model, CONFIGURE)
+    bind_kv_caches(model, CONFIGURE, CPU)
     caches = [cache.fill_(fill) for attention in model.attentions for cache in attention.caches or ()]
-    graphs = Graphs(model, CONFIGURE, is_compiled=True)
+    graphs = graphs_of(model, is_compiled=True)
     graphs.build()
     assert graphs.num_builds == 7
     assert all(torch.equal(cache.nan_to_num(7.0), torch.full_like(cache, fill).nan_to_num(7.0)) for cache in caches)

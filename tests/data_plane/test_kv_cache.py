@@ -10,6 +10,7 @@ import torch
 from engine_player import EnginePlayer
 from synthetic_oracle import continue_greedily
 
+from blockplane.data_plane.backends.cpu import CPU
 from blockplane.data_plane.kv_cache import bind_kv_caches, layer_kv_specs
 from blockplane.data_plane.models.synthetic import SyntheticModel
 from blockplane.data_plane.models.synthetic_arithmetic import NUM_CHANNELS, NUM_KV_HEADS, WINDOWS
@@ -232,7 +233,7 @@ def test_layers_are_named_by_their_place_and_say_what_they_see() -> None:
 
 def test_an_earlier_layout_s_memory_is_given_back_before_the_next_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     model = SyntheticModel("float32")
-    bind_kv_caches(model, HYBRID)
+    bind_kv_caches(model, HYBRID, CPU)
     earlier = [weakref.ref(cache) for attention in model.attentions for cache in attention.caches or ()]
     assert all(cache() is not None for cache in earlier)
     allocate = torch.zeros
@@ -242,4 +243,4 @@ def test_an_earlier_layout_s_memory_is_given_back_before_the_next_is_allocated(m
         return allocate(*shape, **options)
 
     monkeypatch.setattr(torch, "zeros", zeros)
-    bind_kv_caches(model, ONE_TENSOR)
+    bind_kv_caches(model, ONE_TENSOR, CPU)

@@ -11,6 +11,7 @@ from synthetic_driver import SyntheticDriver
 from torch import Tensor
 
 from blockplane.data_plane.attention import AttentionBatch, AttentionSpec, DecodeBatch
+from blockplane.data_plane.backends.backend import Kernels
 from blockplane.data_plane.models import synthetic_arithmetic as arithmetic
 from blockplane.data_plane.models.synthetic import SyntheticModel
 
@@ -180,9 +181,9 @@ class OneEntryTooMany:
     def slot_mapping(self) -> Tensor:
         return self.right.slot_mapping
 
-    def attend(self, spec: AttentionSpec, query: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def attend(self, kernels: Kernels, spec: AttentionSpec, query: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         seq_lens = self.right.seq_lens + (spec.sliding_window is None)
-        return replace(self.right, seq_lens=seq_lens).attend(spec, query, k_cache, v_cache)
+        return replace(self.right, seq_lens=seq_lens).attend(kernels, spec, query, k_cache, v_cache)
 
 
 @pytest.mark.parametrize("content", ["zeros", "ones", "own", "of another token"])

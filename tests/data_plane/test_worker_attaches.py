@@ -26,7 +26,7 @@ from synthetic_oracle import continue_greedily
 from blockplane.data_plane.models.synthetic import SyntheticModel, synthetic_model_info
 from blockplane.data_plane.worker import Worker
 from blockplane.protos import wire
-from blockplane.protos.errors import BlockplaneError, ConfigurationError
+from blockplane.protos.errors import BlockplaneError, ConfigurationError, ProtocolError
 from blockplane.protos.plan import StepPlan
 from blockplane.protos.sampling import SamplingParams
 from blockplane.v1 import engine_pb2 as pb
@@ -74,6 +74,31 @@ def test_the_hello_names_the_process_and_what_it_did_last() -> None:
     assert (first.last_epoch, first.last_step) == (0, 0)
     assert (second.last_epoch, second.last_step) == (11, 2)
     assert first.model_fingerprint == third.model_fingerprint != b""
+
+
+def test_a_builder_builds_what_it_is_told_and_leaves_without_being_ready() -> None:
+    def script(attach: Attach) -> Responses:
+        yield pb.AttachWorkerResponse(configure=wire.configure_to_proto(CONFIGURE))
+        assert next(attach._requests, None) is None
+
+    engine = ScriptedEngine(script)
+    builder = Worker(make_model(0.0), synthetic_model_info(64), 1 << 20, serves=False)
+    with listening(engine) as address:
+        builder.serve(address)
+    assert engine.errors == []
+    assert builder._kept.runner is not None
+    assert builder._kept.runner.graphs.num_builds == 2
+
+
+def test_a_builder_that_cannot_build_what_it_is_told_fails() -> None:
+    def script(attach: Attach) -> Responses:
+        yield pb.AttachWorkerResponse(configure=wire.configure_to_proto(replace(CONFIGURE, num_blocks=1)))
+        attach.next("fault")
+
+    engine = ScriptedEngine(script)
+    builder = Worker(make_model(0.0), synthetic_model_info(64), 1 << 20, serves=False)
+    with listening(engine) as address, pytest.raises(ProtocolError, match="1 blocks, and block 0 is never used"):
+        builder.serve(address)
 
 
 def test_two_workers_of_one_process_image_have_boot_ids_of_their_own() -> None:

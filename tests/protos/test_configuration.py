@@ -318,6 +318,9 @@ configs = st.builds(
     num_blocks=st.just(0) | st.integers(2, 1 << 20),
     max_waiting_requests=st.integers(1, 1 << 20),
     num_threads=st.integers(0, 512),
+    device=st.sampled_from(["auto", "cpu", "neuron"]),
+    compile_cache=free_text,
+    compile_cache_miss=st.sampled_from(["compile", "fail"]),
     log_level=st.sampled_from(["debug", "info", "warning", "error"]),
 )
 

@@ -1,0 +1,71 @@
+"""From a step's inputs to its samples: the model's graphs and the sampler, one after the other. Knows no rows."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from blockplane.data_plane.backends.backend import Backend
+from blockplane.data_plane.fused_sampling import FusedSampling
+from blockplane.data_plane.graphs import Graphs, idle_tensors
+from blockplane.data_plane.inputs import StepInputs
+from blockplane.data_plane.models.interface import Model
+from blockplane.data_plane.sampler import Samples, SamplingBatch, sample
+from blockplane.protos.plan import NO_ROWS, Configure
+
+
+class Execution(Protocol):
+    """A model on a device.
+
+    Attributes:
+        graphs: all shapes of which exist once it is built.
+    """
+
+    @property
+    def graphs(self) -> Graphs: ...
+
+    def build(self) -> None: ...
+
+    def run(self, parts: Sequence[StepInputs], batch: SamplingBatch | None) -> tuple[Samples, list[Tensor]]:
+        """Compute the parts of a step, and sample after the tokens that they name.
+
+        Args:
+            batch: of those tokens, part after part; None = nothing is sampled.
+
+        Returns:
+            The samples; each part's hidden states [num_padded_tokens, hidden_size].
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Some of a part's hidden states, [num_hidden, hidden_size] -> float32 [num_hidden, vocab_size]."""
+        ...
+
+
+class ForwardThenSample:
+    """Graphs of the forward alone; logits are there of what is sampled, of all parts at once."""
+
+    def __init__(self, model: Model, configure: Configure, backend: Backend) -> None:
+        idle = partial(idle_tensors, configure=configure, is_compiled=backend.is_compiled)
+        self.graphs = Graphs(model.forward, idle, configure, backend)
+        self._model = model
+
+    def build(self) -> None:
+        self.graphs.build()
+
+    def run(self, parts: Sequence[StepInputs], batch: SamplingBatch | None) -> tuple[Samples, list[Tensor]]:
+        hidden = [self.graphs.run(part.shape, part.input_ids, part.positions, part.batches) for part in parts]
+        if batch is None:
+            return Samples(NO_ROWS), hidden
+        sampled = [states[part.logits_indices] for part, states in zip(parts, hidden, strict=True)]
+        return sample(self._model.logits(torch.cat(sampled)), batch), hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._model.logits(hidden)
+
+
+def execution_of(model: Model, configure: Configure, backend: Backend) -> Execution:
+    """The one that the backend has."""
+    return (FusedSampling if backend.fuses_sampling else ForwardThenSample)(model, configure, backend)
