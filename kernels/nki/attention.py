@@ -69,7 +69,7 @@ class NkiAttention:
         Raises:
             UnsupportedByKernelError: another dtype or size than the kernel's.
         """
-        check_settings(scale, attention_chunk_size)
+        check_settings(query, scale, attention_chunk_size)
         prefill_arguments.check_cache(k_cache)
         decode_arguments.check_decode(query, k_cache)
         num_kv_heads = k_cache.shape[1]
@@ -113,7 +113,7 @@ class NkiAttention:
                 which a query sees, or an unsegmented request that takes several groups, of which each has the earlier
                 ones as its prior KV.
         """
-        check_settings(scale, attention_chunk_size)
+        check_settings(query, scale, attention_chunk_size)
         prefill_arguments.check_cache(k_cache)
         prefill_arguments.check_queries(query, prior_tokens, k_cache.shape[2], kv_segment_size)
         num_heads, head_dim = query.shape[1:]
@@ -146,7 +146,10 @@ class NkiAttention:
         return groups.unpack(output, query)
 
 
-def check_settings(scale: float, attention_chunk_size: int | None) -> None:
+def check_settings(query: Tensor, scale: float, attention_chunk_size: int | None) -> None:
+    require(
+        query.dtype.itemsize == 2, f"Queries are {query.dtype}, and TensorE takes 2 bytes here: give torch.bfloat16."
+    )
     require(
         scale > 0,
         f"scale is {scale}, and the kernels take the greatest product for the greatest logit: give more than 0.",

@@ -18,13 +18,10 @@ MAX_COLUMNS = 16384
 
 
 def check_decode(query: Tensor, k_cache: Tensor) -> None:
-    """Raises UnsupportedByKernelError: another dtype or size than the kernel's."""
+    """Raises UnsupportedByKernelError: another size than the kernel's."""
     num_seqs, num_new_tokens, num_heads, head_dim = query.shape
     num_queries = num_new_tokens * num_heads // k_cache.shape[1]
     num_columns = num_seqs * num_new_tokens * num_heads
-    require(
-        query.dtype.itemsize == 2, f"Queries are {query.dtype}, and TensorE takes 2 bytes here: give torch.bfloat16."
-    )
     require(
         head_dim % 32 == 0 and (head_dim <= 128 or head_dim % 128 == 0),
         f"head_dim is {head_dim}: give a multiple of 32 up to 128, or of 128.",

@@ -52,7 +52,7 @@ class GraphAttention(NkiAttention):
             kv_segment_size: 0 only where no request has prior tokens: then a group's prior KV is its own request's.
         """
         kv_segment_size = kv_segment_size or SEGMENT_SIZES[0]
-        check_settings(scale, attention_chunk_size)
+        check_settings(query, scale, attention_chunk_size)
         prefill_arguments.check_cache(k_cache)
         num_tokens, num_heads, head_dim = query.shape
         group_size = TILE

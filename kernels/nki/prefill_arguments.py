@@ -34,11 +34,8 @@ def check_cache(cache: Tensor) -> None:
 
 
 def check_queries(query: Tensor, prior_tokens: Tensor, block_size: int, kv_segment_size: int) -> None:
-    """Raises UnsupportedByKernelError: another dtype, size or alignment than the kernel's."""
+    """Raises UnsupportedByKernelError: another size or alignment than the kernel's."""
     head_dim = query.shape[-1]
-    require(
-        query.dtype.itemsize == 2, f"Queries are {query.dtype}, and TensorE takes 2 bytes here: give torch.bfloat16."
-    )
     require(head_dim <= TILE or head_dim == 2 * TILE, f"head_dim is {head_dim}: give up to {TILE}, or {2 * TILE}.")
     require(
         kv_segment_size in (0, *SEGMENT_SIZES),

@@ -138,8 +138,16 @@ def test_the_last_group_of_a_request_may_reach_beyond_its_table(
     bounds, prior = bounds.to(torch.int32), prior.to(torch.int32)
     settings = {"kv_segment_size": kv_segment_size, "scale": 0.3}
     right = reference.segmented_attention(query, *caches, table, bounds, prior, **settings)
-    output = ATTENTION.segmented_attention(query, *map(to_head_major, caches), table, bounds, prior, **settings)
+    groups = []
+
+    def grouped(kernel: Any, *arguments: Any) -> Any:
+        groups.append(arguments[0].shape[:2])
+        return run(kernel, *arguments)
+
+    attention = GraphAttention(grouped)
+    output = attention.segmented_attention(query, *map(to_head_major, caches), table, bounds, prior, **settings)
     assert (output.float() - right.float()).abs().max() < 1e-2
+    assert groups == [(1, 256) if num_rows == 1 else (2, 128)]
 
 
 @pytest.mark.parametrize(("max_tiles", "num_groups"), [(100, 1), (3, 2), (1, 4)])
