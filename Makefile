@@ -1,11 +1,12 @@
 # Everything happens in one virtual environment, which the first target that needs it makes.
 PYTHON ?= python3
 VENV ?= .venv
+JOBS ?= 2
 PROMPT ?= Photosynthesis is the process by which
 BIN = $(VENV)/bin
-PROTOS = blockplane/v1/engine.proto blockplane/v1/inference.proto
+PROTOS = $(wildcard blockplane/v1/*.proto)
 
-.PHONY: run test test-all bench bench-control-plane bench-wire bench-worker bench-nki protos docker clean help
+.PHONY: run test test-all test-containers bench bench-control-plane bench-wire bench-worker bench-nki bench-overload pictures protos release-protos docker clean help
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -18,7 +19,10 @@ test: $(VENV)/dev.stamp  ## Lint, types, protos and every test that is not slow:
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/buf lint
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/buf breaking --against protos/released.binpb
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" --numprocesses $(JOBS) --ignore tests/system
+	# Whole systems have the machine to themselves.
+	$(BIN)/pytest -m "not slow" tests/system
 
 test-all: $(VENV)/dev.stamp $(VENV)/run.stamp test  ## The same and the slow tests, among them those on the real model
 	$(BIN)/pytest -m slow --durations=0
@@ -35,14 +39,27 @@ bench-wire: $(VENV)/run.stamp  ## Measure what crosses between engine and worker
 bench-worker: $(VENV)/run.stamp  ## Measure what a step costs a worker outside the model
 	$(BIN)/python benchmarks/worker_step.py
 
+bench-overload: $(VENV)/dev.stamp  ## Offer a system twice what it can do
+	$(BIN)/python benchmarks/overload.py
+
 bench-nki: $(VENV)/dev.stamp  ## Predict what the kernels for NeuronCores would take
 	$(BIN)/python benchmarks/nki_cost.py
+
+pictures: $(VENV)/dev.stamp  ## Make the pictures of docs/ from a real run, with Chromium and Prometheus
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,pictures]'
+	$(BIN)/python docs/make_pictures.py
 
 docker:  ## Build the image and run engine, frontend and worker in containers
 	docker compose up --build --detach
 
+test-containers:  ## Test the compose file in a Docker Engine, which Debian gets; docs/containers.txt is the log
+	bash -o pipefail -c '.ci/containers | tee docs/containers.txt'
+
 protos: $(VENV)/dev.stamp  ## Generate the protobuf code anew
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. $(PROTOS)
+
+release-protos: $(VENV)/dev.stamp  ## Make the protos of a release, just tagged, what later ones must not break
+	$(BIN)/buf build --exclude-source-info --output protos/released.binpb
 
 clean:  ## Remove the virtual environment and what tools left
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -5,7 +5,7 @@ from typing import TypeAlias
 MAX_MESSAGE_BYTES = 256 << 20
 """A hello carries a tokenizer (several MiB), an admission up to a whole context of token ids."""
 
-ChannelOptions: TypeAlias = list[tuple[str, int]]
+ChannelOptions: TypeAlias = list[tuple[str, int | str]]
 
 PEER_OPTIONS: ChannelOptions = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -25,6 +25,14 @@ PEER_OPTIONS: ChannelOptions = [
     ("grpc.enable_http_proxy", 0),
 ]
 
+MAX_REQUEST_BYTES = 16 << 20
+"""Of what clients send: several times the ids of the longest prompt that any model takes."""
+
+CLIENT_OPTIONS: ChannelOptions = [
+    *(dict(PEER_OPTIONS) | {"grpc.max_receive_message_length": MAX_REQUEST_BYTES}).items()
+]
+"""Of the end that serves clients, whom nothing but this keeps from filling its memory."""
+
 
 def peer_options(timeout_seconds: float) -> ChannelOptions:
     """The same for an end that is to learn within `timeout_seconds` that the other is silent: dead, or stopped.
@@ -37,9 +45,6 @@ def peer_options(timeout_seconds: float) -> ChannelOptions:
 
 RECONNECT_SECONDS = 0.2
 """How long a process waits before it dials the engine again."""
-
-RETRY_PUSHBACK = "grpc-retry-pushback-ms"
-"""Trailing metadata, gRPC's own: milliseconds until a call may be made again (https://github.com/grpc/proposal, A6)."""
 
 CALLER = "blockplane-caller"
 """Metadata: whom a call is for; without it, anybody."""

@@ -12,6 +12,7 @@ from blockplane.protos.errors import ProtocolError
 from blockplane.protos.plan import Int32Array
 
 _INT32 = np.dtype("<i4")
+_INT64 = np.dtype("<i8")
 _FLOAT32 = np.dtype("<f4")
 
 
@@ -22,6 +23,15 @@ def column_to_bytes(column: Int32Array) -> bytes:
 def column_from_bytes(data: bytes) -> Int32Array:
     """Read an int32 column; a read-only view of `data`. Raises ProtocolError if it ends inside a number."""
     return _column(data, _INT32)
+
+
+def int64_column_to_bytes(column: NDArray[np.int64]) -> bytes:
+    return column.astype(_INT64, copy=False).tobytes()
+
+
+def int64_column_from_bytes(data: bytes) -> NDArray[np.int64]:
+    """The same for int64."""
+    return _column(data, _INT64)
 
 
 def float_column_to_bytes(column: NDArray[np.float32]) -> bytes:

@@ -27,6 +27,18 @@ class Config:
 
     address: str = _setting("127.0.0.1:50051", "where the frontend listens for clients, host:port")
     engine_address: str = _setting("127.0.0.1:50050", "where workers and frontends find the engine, or unix:PATH")
+    plaintext: str = _setting("local", "where a port may be without TLS: local (loopback, unix sockets) or anywhere")
+    tls_certificate: str = _setting("", "PEM file of this process's certificate; a port that has one speaks TLS")
+    tls_key: str = _setting("", "PEM file of that certificate's key")
+    tls_ca: str = _setting("", "PEM file of whom to trust when dialling, or system; none = dial in plaintext")
+    tls_client_ca: str = _setting("", "PEM file of who must have signed callers' certificates; none = need none")
+    tokens: str = _setting("", "file of the tokens that calls here need, a line each: NAME SCOPE,SCOPE TOKEN")
+    token: str = _setting("", "file of the token that this process calls others with")
+    max_caller_requests: int = _setting(0, "requests that one caller may have open at a frontend; 0 = no limit")
+    max_caller_tokens: int = _setting(0, "tokens, prompts and most outputs, of those requests; 0 = no limit")
+    reflection: str = _setting("on", "tell callers which services and messages there are: on or off")
+    channelz: str = _setting("off", "tell admins of connections and calls by grpc.channelz: on or off")
+    metrics_address: str = _setting("", "where this process tells Prometheus of itself, host:port; none = nowhere")
     model: str = _setting("gemma3-270m", "gemma3-270m, a .gguf file, a Hugging Face directory, or synthetic")
     dtype: str = _setting("bfloat16", "weights and activations: bfloat16 or float32")
     kv_cache_dtype: str = _setting("auto", "KV: auto (as dtype) or fp8_e4m3, with the checkpoint's scales")
@@ -52,6 +64,7 @@ class Config:
     num_draft_tokens: int = _setting(0, "tokens that a step may guess for each decode row; 0 = none")
     draft_source: str = _setting("ngram", "who guesses: ngram (what followed before in the same text) or model")
     draft_model: str = _setting("", "the model that guesses, named as model is; only for draft_source model")
+    structured_output: str = _setting("on", "on, or off: workers start seconds sooner and hold no output to a grammar")
     max_waiting_requests: int = _setting(1024, "requests that may wait for a row; more are refused")
     max_waiting_tokens: int = _setting(4_194_304, "tokens in the prompts of waiting requests; more are refused")
     priority_seconds: int = _setting(10, "seconds of waiting that one step of priority counts as")
@@ -197,6 +210,8 @@ def _whole_number(value: Any) -> int:
 
 def _check(config: Config) -> None:
     _check_drafts(config)
+    _check_tls(config)
+    _check_metrics_address(config.metrics_address)
     for name, least in _LEAST.items():
         if getattr(config, name) < least:
             raise ConfigurationError(f"{name} is {getattr(config, name)}; give at least {least}.")
@@ -220,6 +235,21 @@ def _check_drafts(config: Config) -> None:
             f"draft_model is {config.draft_model!r} and draft_source is {config.draft_source!r}, which needs none; set"
             " draft_source to model, or leave draft_model out."
         )
+
+
+def _check_tls(config: Config) -> None:
+    if bool(config.tls_certificate) != bool(config.tls_key):
+        raise ConfigurationError("tls_certificate and tls_key go together; give both, or neither.")
+    if config.tls_client_ca and not config.tls_certificate:
+        raise ConfigurationError(
+            "tls_client_ca asks callers for certificates and has none to show; set tls_certificate."
+        )
+
+
+def _check_metrics_address(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if address and not (host and port.isdecimal() and int(port) < 1 << 16):
+        raise ConfigurationError(f"metrics_address is {address!r}; give host:port, such as 127.0.0.1:50052.")
 
 
 def _check_bucket_lists(config: Config) -> None:
@@ -260,6 +290,8 @@ _LEAST = {
     "num_draft_tokens": 0,
     "max_num_batched_tokens": 0,
     "max_num_seqs": 0,
+    "max_caller_requests": 0,
+    "max_caller_tokens": 0,
     "max_waiting_requests": 1,
     "max_waiting_tokens": 1,
     "priority_seconds": 0,
@@ -279,6 +311,10 @@ _CHOICES = {
     "segmented_prefill": ("on", "off"),
     "prefix_caching": ("on", "off"),
     "draft_source": ("ngram", "model"),
+    "structured_output": ("on", "off"),
+    "plaintext": ("local", "anywhere"),
+    "reflection": ("on", "off"),
+    "channelz": ("on", "off"),
     "device": ("auto", "cpu", "neuron"),
     "compile_cache_miss": ("compile", "fail"),
     "log_level": ("debug", "info", "warning", "error"),

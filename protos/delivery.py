@@ -1,6 +1,8 @@
 """The hot messages between frontend and engine, as frozen values; knows neither protobuf nor gRPC."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from blockplane.protos.errors import BlockplaneError
 from blockplane.protos.finish import FinishReason
@@ -23,6 +25,7 @@ class Submission:
         skip_prefix_cache: neither read cached prefixes nor leave any.
         caller: whoever asks, as the frontend knows them; empty = anybody.
         frontend_state: what the frontend needs to serve the rest if the stream is resumed; nobody else looks into it.
+        traceparent: W3C trace context of the call; empty = it had none.
     """
 
     stream_id: int
@@ -36,6 +39,7 @@ class Submission:
     skip_prefix_cache: bool = False
     caller: str = ""
     frontend_state: bytes = b""
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ class FrontendBatch:
     """What a frontend has for the engine since its last message.
 
     `parked_stream_ids` are those whose clients read too slowly: they get no more tokens until `unparked_stream_ids` has
-    them.
+    them. `aborting_callers` are, for each of `aborted_request_ids`, whoever asks; none where nobody has a name.
     """
 
     submissions: tuple[Submission, ...] = ()
@@ -64,6 +68,12 @@ class FrontendBatch:
     parked_stream_ids: tuple[int, ...] = ()
     unparked_stream_ids: tuple[int, ...] = ()
     resumptions: tuple[Resumption, ...] = ()
+    aborting_callers: tuple[str, ...] = ()
+
+    @property
+    def aborts(self) -> Iterator[tuple[str, str]]:
+        """The request ids to abort, each with whose requests are meant."""
+        return zip_longest(self.aborted_request_ids, self.aborting_callers, fillvalue="")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,13 @@ from blockplane.protos.delivery import (
     ServingState,
     Submission,
 )
-from blockplane.protos.errors import BlockplaneError, ProtocolError, RetryableError, error_of_status
+from blockplane.protos.errors import (
+    BlockplaneError,
+    InvalidRequestError,
+    ProtocolError,
+    RetryableError,
+    error_of_status,
+)
 from blockplane.protos.finish import FinishReason
 from blockplane.protos.logprobs_wire import logprobs_from_proto, logprobs_to_proto
 from blockplane.protos.sampling import MAX_SAMPLES
@@ -45,6 +51,7 @@ def frontend_batch_to_proto(batch: FrontendBatch) -> pb.AttachFrontendRequest:
             pb.Resumption(stream_id=asked.stream_id, request_id=asked.request_id, caller=asked.caller)
             for asked in batch.resumptions
         ],
+        aborting_callers=batch.aborting_callers,
     )
 
 
@@ -56,6 +63,7 @@ def frontend_batch_from_proto(proto: pb.AttachFrontendRequest) -> FrontendBatch:
         parked_stream_ids=tuple(column_from_bytes(proto.parked_stream_ids).tolist()),
         unparked_stream_ids=tuple(column_from_bytes(proto.unparked_stream_ids).tolist()),
         resumptions=tuple(Resumption(asked.stream_id, asked.request_id, asked.caller) for asked in proto.resumptions),
+        aborting_callers=tuple(proto.aborting_callers),
     )
 
 
@@ -72,6 +80,7 @@ def submission_to_proto(submission: Submission) -> pb.Submission:
         skip_prefix_cache=submission.skip_prefix_cache,
         caller=submission.caller,
         frontend_state=submission.frontend_state,
+        traceparent=submission.traceparent,
     )
 
 
@@ -91,6 +100,7 @@ def submission_from_proto(proto: pb.Submission) -> Submission:
         skip_prefix_cache=proto.skip_prefix_cache,
         caller=proto.caller,
         frontend_state=proto.frontend_state,
+        traceparent=proto.traceparent,
     )
 
 
@@ -175,8 +185,11 @@ def ending_to_proto(ending: Ending) -> pb.Ending:
     proto, outcome = pb.Ending(stream_id=ending.stream_id, num_cached_tokens=ending.num_cached_tokens), ending.outcome
     if isinstance(outcome, BlockplaneError):
         proto.status, proto.message = outcome.status.name, str(outcome)
+        proto.reason = outcome.reason
         if isinstance(outcome, RetryableError) and outcome.retry_after_seconds is not None:
             proto.retry_after_seconds = outcome.retry_after_seconds
+        if isinstance(outcome, InvalidRequestError) and outcome.field is not None:
+            proto.field = outcome.field
     else:
         proto.finish_reason = outcome
     return proto
@@ -190,9 +203,11 @@ def _outcome_from_proto(proto: pb.Ending) -> FinishReason | BlockplaneError:
     if not proto.finish_reason:
         if proto.status not in grpc.StatusCode.__members__:
             raise ProtocolError(f"unknown status {proto.status!r}; run the same version everywhere.")
-        error = error_of_status(grpc.StatusCode[proto.status], proto.message)
+        error = error_of_status(grpc.StatusCode[proto.status], proto.message, proto.reason)
         if isinstance(error, RetryableError) and proto.HasField("retry_after_seconds"):
             error.retry_after_seconds = proto.retry_after_seconds
+        if isinstance(error, InvalidRequestError):
+            error.field = proto.field or None
         return error
     if proto.finish_reason not in _FINISH_REASONS:
         raise ProtocolError(f"unknown finish reason {proto.finish_reason!r}; run the same version everywhere.")

@@ -1,6 +1,6 @@
 """Log-probabilities as they cross boundaries, columnar; knows neither tensors nor protobuf."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -30,6 +30,12 @@ class Logprobs:
         shifts = before[tokens] - (np.cumsum(num_entries) - num_entries)
         entries = np.arange(num_entries.sum()) + np.repeat(shifts, num_entries)
         return Logprobs(num_entries, self.token_ids[entries], self.logprobs[entries])
+
+    def by_token(self) -> Iterator[tuple[list[int], list[float]]]:
+        """Of each token its entries' ids and their log-probabilities, its own first."""
+        token_ids, logprobs = self.token_ids.tolist(), self.logprobs.tolist()
+        for start, stop in _runs(self.num_entries.tolist()):
+            yield token_ids[start:stop], logprobs[start:stop]
 
     def split(self, num_tokens: Sequence[int]) -> list["Logprobs"]:
         """The same in runs of so many tokens, which are all tokens together."""

@@ -1,6 +1,6 @@
 """What the planes tell each other of a model; knows neither its weights nor its layers' arithmetic."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,11 @@ class ModelInfo:
         max_model_len: tokens, the most that a request may hold; prompt and output together.
         eos_token_ids: ids that end a text.
         bos_token_id: put before a text prompt; None where the model wants none.
-        tokenizer_json_zlib: a `tokenizers` JSON document, UTF-8, compressed: only frontends open it. The tokenizer adds
-            no special tokens by itself.
+        tokenizer_json_zlib: a `tokenizers` JSON document, UTF-8, compressed: frontends open it, and workers for
+            structured output. The tokenizer adds no special tokens by itself.
         defaults: sampling defaults.
+        chat_template: a Jinja template that makes a prompt of a chat, as Hugging Face defines them; None where the
+            model has none. It is not part of what makes two models the same.
     """
 
     name: str
@@ -32,6 +34,7 @@ class ModelInfo:
     bos_token_id: int | None
     tokenizer_json_zlib: bytes
     defaults: GenerationDefaults
+    chat_template: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,6 +152,8 @@ class StepResult:
             request asks, in the plan's order, end to end; None = nobody asks.
         num_draft_tokens: drafts that the step computed, accepted or not.
         epoch: of the attach that the plan came with.
+        times: when the worker did what, as `StepTimes` packs it, and no part of what it computed; empty = it does
+            not tell.
     """
 
     step: int
@@ -161,3 +163,4 @@ class StepResult:
     prompt_logprobs: Logprobs | None = None
     num_draft_tokens: int = 0
     epoch: int = 0
+    times: bytes = field(default=b"", compare=False)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from blockplane.protos.config import Config, add_settings, load_config
 from blockplane.protos.errors import BlockplaneError
+from blockplane.protos.trace_context import TraceMarks
 
 EXIT_FAILED = 1
 
@@ -50,11 +51,13 @@ def run_process(
 
 
 def start_logging(name: str, level: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(TraceMarks())
     logging.basicConfig(
         level=level.upper(),
-        format=f"%(asctime)s {name} %(levelname)s %(message)s",
+        format=f"%(asctime)s {name} %(levelname)s %(message)s%(trace)s",
         datefmt="%H:%M:%S",
-        stream=sys.stderr,
+        handlers=[handler],
     )
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from blockplane.protos.columns import column_from_bytes, column_to_bytes
 from blockplane.protos.errors import ProtocolError
 from blockplane.protos.sampling import SamplingParams
+from blockplane.protos.structured import STRUCTURED_KINDS, StructuredOutput
 from blockplane.v1 import engine_pb2 as pb
 
 
@@ -30,6 +31,7 @@ def sampling_to_proto(params: SamplingParams) -> pb.SamplingSettings:
         bad_words=[_ids_to_bytes(word) for word in params.bad_words],
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
+        structured=structured_to_proto(params.structured),
     )
 
 
@@ -56,7 +58,19 @@ def sampling_from_proto(proto: pb.SamplingSettings) -> SamplingParams:
         bad_words=tuple(map(_ids_from_bytes, proto.bad_words)),
         logprobs=proto.logprobs if proto.HasField("logprobs") else None,
         prompt_logprobs=proto.prompt_logprobs if proto.HasField("prompt_logprobs") else None,
+        structured=structured_from_proto(proto.structured) if proto.HasField("structured") else None,
     )
+
+
+def structured_to_proto(structured: StructuredOutput | None) -> pb.StructuredOutput | None:
+    return None if structured is None else pb.StructuredOutput(kind=structured.kind, text=structured.text)
+
+
+def structured_from_proto(proto: pb.StructuredOutput) -> StructuredOutput:
+    """Raises ProtocolError if its kind is unknown."""
+    if proto.kind not in STRUCTURED_KINDS:
+        raise ProtocolError(f"structured output of kind {proto.kind!r} is unknown; run the same version everywhere.")
+    return StructuredOutput(proto.kind, proto.text)
 
 
 def _ids_to_bytes(token_ids: Sequence[int]) -> bytes:

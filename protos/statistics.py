@@ -24,6 +24,11 @@ class Statistics:
             what rows got beyond one token a step. Counted as the worker answers, so that those count too which come
             behind a request's end and are dropped.
         num_discarded_tokens: tokens that came behind their request's end.
+        num_steps, num_plan_bytes: steps that were answered, and the bytes of their plans.
+        step_seconds: from each one's sending, or its predecessor's answer where that came later, to its answer.
+        idle_seconds: in which nothing was in flight at a group though requests ran there.
+        num_computed_tokens, num_bucket_tokens: tokens that those steps computed, and tokens of the buckets that they
+            were padded to.
     """
 
     num_running: int
@@ -39,6 +44,12 @@ class Statistics:
     num_accepted_tokens: int
     num_parked: int = 0
     num_discarded_tokens: int = 0
+    num_steps: int = 0
+    num_plan_bytes: int = 0
+    step_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    num_computed_tokens: int = 0
+    num_bucket_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from blockplane.protos.logprobs_wire import logprobs_from_proto, logprobs_to_pro
 from blockplane.protos.model import GenerationDefaults, LayerKVSpec, ModelInfo
 from blockplane.protos.plan import Admission, Configure, Int32Array, StepPlan, StepResult
 from blockplane.protos.sampling_wire import sampling_from_proto, sampling_to_proto
-from blockplane.protos.statistics import EngineStatistics
+from blockplane.protos.statistics import EngineStatistics, Statistics
 from blockplane.v1 import engine_pb2 as pb
 
 PROTOCOL_VERSION = 4
@@ -87,6 +87,7 @@ def result_to_proto(result: StepResult) -> pb.StepResult:
         epoch=result.epoch,
         logprobs=None if result.logprobs is None else logprobs_to_proto(result.logprobs),
         prompt_logprobs=None if result.prompt_logprobs is None else logprobs_to_proto(result.prompt_logprobs),
+        times=result.times,
     )
 
 
@@ -101,6 +102,7 @@ def result_from_proto(proto: pb.StepResult) -> StepResult:
         epoch=proto.epoch,
         logprobs=logprobs_from_proto(proto.logprobs, len(token_ids)) if proto.HasField("logprobs") else None,
         prompt_logprobs=logprobs_from_proto(proto.prompt_logprobs) if proto.HasField("prompt_logprobs") else None,
+        times=proto.times,
     )
 
 
@@ -199,6 +201,7 @@ def model_info_to_proto(info: ModelInfo) -> pb.ModelInfo:
         bos_token_id=info.bos_token_id,
         tokenizer_json_zlib=info.tokenizer_json_zlib,
         default_temperature=info.defaults.temperature,
+        chat_template=info.chat_template,
     )
 
 
@@ -211,6 +214,7 @@ def model_info_from_proto(proto: pb.ModelInfo) -> ModelInfo:
         bos_token_id=proto.bos_token_id if proto.HasField("bos_token_id") else None,
         tokenizer_json_zlib=proto.tokenizer_json_zlib,
         defaults=GenerationDefaults(temperature=proto.default_temperature),
+        chat_template=proto.chat_template if proto.HasField("chat_template") else None,
     )
 
 
@@ -246,8 +250,9 @@ def statistics_to_proto(statistics: EngineStatistics) -> pb.GetStatisticsRespons
         num_lost_workers=statistics.num_lost_workers,
         num_held=statistics.num_held,
         num_suspects=statistics.num_suspects,
-        groups=[
-            pb.GroupStatistics(group=number, **asdict(statistics.groups[number]))
-            for number in sorted(statistics.groups)
-        ],
+        groups=[group_statistics_to_proto(number, group) for number, group in sorted(statistics.groups.items())],
     )
+
+
+def group_statistics_to_proto(number: int, statistics: Statistics) -> pb.GroupStatistics:
+    return pb.GroupStatistics(group=number, **asdict(statistics))

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 _KINDS = FieldDescriptor
 _UNSIGNED_64 = {_KINDS.TYPE_UINT64, _KINDS.TYPE_FIXED64}
 _SIGNED_64 = {_KINDS.TYPE_INT64, _KINDS.TYPE_SINT64, _KINDS.TYPE_SFIXED64}
-_UNSIGNED_32 = {_KINDS.TYPE_UINT32, _KINDS.TYPE_FIXED32, _KINDS.TYPE_ENUM}
+_UNSIGNED_32 = {_KINDS.TYPE_UINT32, _KINDS.TYPE_FIXED32}
 _FLOATS = [0.0, -0.0, 1.0, -1.0, 1e-30, 1e30, math.nan, math.inf, -math.inf]
 _NUMBERS = [0, 1, 2, 3, 7, 16, 255, 256, 258, 1 << 15, 1 << 20]
 _UNKNOWN_FIELD = b"\xf2\x3f\x03abc"
@@ -76,7 +76,12 @@ def _random_message(draw: random.Random, kind: type[Message]) -> Message:
 def _fill(draw: random.Random, message: Message, field: FieldDescriptor) -> None:
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         key, value = field.message_type.fields
-        getattr(message, field.name)[_value(draw, key)] = _value(draw, value)
+        values = getattr(message, field.name)
+        if value.type == _KINDS.TYPE_MESSAGE:
+            inner = values[_value(draw, key)]
+            inner.CopyFrom(_random_message(draw, type(inner)))
+        else:
+            values[_value(draw, key)] = _value(draw, value)
     elif field.is_repeated:
         values = getattr(message, field.name)
         del values[draw.randint(0, len(values)) :]

@@ -32,6 +32,7 @@ class AttachWorkerRequest(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
+    RELOADED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello: ...
     @_builtins.property
@@ -48,6 +49,10 @@ class AttachWorkerRequest(_message.Message):
     def fault(self) -> Global___Fault:
         """The last message of a stream: the worker cannot do what it was told, and attaches anew."""
 
+    @_builtins.property
+    def reloaded(self) -> Global___WeightsReloaded:
+        """The answer to a reload."""
+
     def __init__(
         self,
         *,
@@ -57,12 +62,13 @@ class AttachWorkerRequest(_message.Message):
         heartbeat: Global___Heartbeat | None = ...,
         leaving: Global___Leaving | None = ...,
         fault: Global___Fault | None = ...,
+        reloaded: Global___WeightsReloaded | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "heartbeat", b"heartbeat", "hello", b"hello", "leaving", b"leaving", "message", b"message", "ready", b"ready", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "heartbeat", b"heartbeat", "hello", b"hello", "leaving", b"leaving", "message", b"message", "ready", b"ready", "reloaded", b"reloaded", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "heartbeat", b"heartbeat", "hello", b"hello", "leaving", b"leaving", "message", b"message", "ready", b"ready", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "heartbeat", b"heartbeat", "hello", b"hello", "leaving", b"leaving", "message", b"message", "ready", b"ready", "reloaded", b"reloaded", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "ready", "result", "heartbeat", "leaving", "fault"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "ready", "result", "heartbeat", "leaving", "fault", "reloaded"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -119,6 +125,30 @@ class Fault(_message.Message):
 Global___Fault: _TypeAlias = Fault  # noqa: Y015
 
 @_typing.final
+class WeightsReloaded(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    model_fingerprint: _builtins.bytes
+    """Of the model's tensors as they are now."""
+    failure: _builtins.str
+    """Why the weights are still those that they were, in a sentence; empty = they are new."""
+    def __init__(
+        self,
+        *,
+        model_fingerprint: _builtins.bytes = ...,
+        failure: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "model_fingerprint", b"model_fingerprint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsReloaded: _TypeAlias = WeightsReloaded  # noqa: Y015
+
+@_typing.final
 class AttachWorkerResponse(_message.Message):
     """Engine to worker: the configuration, then plans."""
 
@@ -126,25 +156,53 @@ class AttachWorkerResponse(_message.Message):
 
     CONFIGURE_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
+    RELOAD_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def configure(self) -> Global___Configure: ...
     @_builtins.property
     def plan(self) -> Global___StepPlan: ...
+    @_builtins.property
+    def reload(self) -> Global___ReloadWeights:
+        """Only to a worker that says it can, and while no plan is unanswered."""
+
     def __init__(
         self,
         *,
         configure: Global___Configure | None = ...,
         plan: Global___StepPlan | None = ...,
+        reload: Global___ReloadWeights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["configure", b"configure", "message", b"message", "plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["configure", b"configure", "message", b"message", "plan", b"plan", "reload", b"reload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["configure", b"configure", "message", b"message", "plan", b"plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["configure", b"configure", "message", b"message", "plan", b"plan", "reload", b"reload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["configure", "plan"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["configure", "plan", "reload"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___AttachWorkerResponse: _TypeAlias = AttachWorkerResponse  # noqa: Y015
+
+@_typing.final
+class ReloadWeights(_message.Message):
+    """Read the model's weights anew, into the model as it is built."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """As the setting `model` names them; empty = where they were read the last time."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReloadWeights: _TypeAlias = ReloadWeights  # noqa: Y015
 
 @_typing.final
 class WorkerHello(_message.Message):
@@ -159,6 +217,9 @@ class WorkerHello(_message.Message):
     BOOT_ID_FIELD_NUMBER: _builtins.int
     LAST_EPOCH_FIELD_NUMBER: _builtins.int
     LAST_STEP_FIELD_NUMBER: _builtins.int
+    ENFORCES_STRUCTURE_FIELD_NUMBER: _builtins.int
+    RELOADS_WEIGHTS_FIELD_NUMBER: _builtins.int
+    WEIGHT_EPOCH_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     available_memory: _builtins.int
     """Bytes that the worker can give to KV."""
@@ -169,6 +230,11 @@ class WorkerHello(_message.Message):
     last_epoch: _builtins.int
     """Of the last attach, and the last step that it executed then; 0 = there was none."""
     last_step: _builtins.int
+    enforces_structure: _builtins.bool
+    """Whether it knows structured output: no request that asks for it comes to one that does not."""
+    reloads_weights: _builtins.bool
+    """Whether it can read its weights anew, and how many times it has since its process started."""
+    weight_epoch: _builtins.int
     @_builtins.property
     def model(self) -> Global___ModelInfo: ...
     @_builtins.property
@@ -187,10 +253,13 @@ class WorkerHello(_message.Message):
         boot_id: _builtins.int = ...,
         last_epoch: _builtins.int = ...,
         last_step: _builtins.int = ...,
+        enforces_structure: _builtins.bool = ...,
+        reloads_weights: _builtins.bool = ...,
+        weight_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bucket_rules", b"bucket_rules", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_memory", b"available_memory", "boot_id", b"boot_id", "bucket_rules", b"bucket_rules", "last_epoch", b"last_epoch", "last_step", b"last_step", "layers", b"layers", "model", b"model", "model_fingerprint", b"model_fingerprint", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_memory", b"available_memory", "boot_id", b"boot_id", "bucket_rules", b"bucket_rules", "enforces_structure", b"enforces_structure", "last_epoch", b"last_epoch", "last_step", b"last_step", "layers", b"layers", "model", b"model", "model_fingerprint", b"model_fingerprint", "protocol_version", b"protocol_version", "reloads_weights", b"reloads_weights", "weight_epoch", b"weight_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -241,6 +310,7 @@ class ModelInfo(_message.Message):
     BOS_TOKEN_ID_FIELD_NUMBER: _builtins.int
     TOKENIZER_JSON_ZLIB_FIELD_NUMBER: _builtins.int
     DEFAULT_TEMPERATURE_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     vocab_size: _builtins.int
     max_model_len: _builtins.int
@@ -248,6 +318,8 @@ class ModelInfo(_message.Message):
     tokenizer_json_zlib: _builtins.bytes
     """A `tokenizers` JSON document, zlib-compressed."""
     default_temperature: _builtins.float
+    chat_template: _builtins.str
+    """A Jinja template that makes a prompt of a chat; absent = the model has none."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -260,14 +332,20 @@ class ModelInfo(_message.Message):
         bos_token_id: _builtins.int | None = ...,
         tokenizer_json_zlib: _builtins.bytes = ...,
         default_temperature: _builtins.float = ...,
+        chat_template: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_chat_template", b"_chat_template", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "default_temperature", b"default_temperature", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "name", b"name", "tokenizer_json_zlib", b"tokenizer_json_zlib", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_chat_template", b"_chat_template", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "default_temperature", b"default_temperature", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "name", b"name", "tokenizer_json_zlib", b"tokenizer_json_zlib", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015
+    _WhichOneofReturnType__chat_template: _TypeAlias = _typing.Literal["chat_template"]  # noqa: Y015
+    _WhichOneofArgType__chat_template: _TypeAlias = _typing.Literal["_chat_template", b"_chat_template"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__bos_token_id) -> _WhichOneofReturnType__bos_token_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__chat_template) -> _WhichOneofReturnType__chat_template | None: ...
 
 Global___ModelInfo: _TypeAlias = ModelInfo  # noqa: Y015
 
@@ -621,6 +699,7 @@ class SamplingSettings(_message.Message):
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    STRUCTURED_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     temperature: _builtins.float
     seed: _builtins.int
@@ -643,6 +722,10 @@ class SamplingSettings(_message.Message):
     def logit_biases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    @_builtins.property
+    def structured(self) -> Global___StructuredOutput:
+        """Absent = any text."""
+
     def __init__(
         self,
         *,
@@ -664,10 +747,11 @@ class SamplingSettings(_message.Message):
         bad_words: _abc.Iterable[_builtins.bytes] | None = ...,
         logprobs: _builtins.int | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
+        structured: Global___StructuredOutput | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_allowed_token_ids", b"_allowed_token_ids", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "allowed_token_ids", b"allowed_token_ids", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "seed", b"seed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_allowed_token_ids", b"_allowed_token_ids", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "allowed_token_ids", b"allowed_token_ids", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "seed", b"seed", "structured", b"structured"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allowed_token_ids", b"_allowed_token_ids", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias_token_ids", b"logit_bias_token_ids", "logit_biases", b"logit_biases", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allowed_token_ids", b"_allowed_token_ids", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias_token_ids", b"logit_bias_token_ids", "logit_biases", b"logit_biases", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "structured", b"structured", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__allowed_token_ids: _TypeAlias = _typing.Literal["allowed_token_ids"]  # noqa: Y015
     _WhichOneofArgType__allowed_token_ids: _TypeAlias = _typing.Literal["_allowed_token_ids", b"_allowed_token_ids"]  # noqa: Y015
@@ -689,6 +773,32 @@ class SamplingSettings(_message.Message):
 Global___SamplingSettings: _TypeAlias = SamplingSettings  # noqa: Y015
 
 @_typing.final
+class StructuredOutput(_message.Message):
+    """What the output's text must be."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """json_schema, json_object, regex, grammar or choice."""
+    text: _builtins.str
+    """As its kind is read: a schema, nothing, a regex, a grammar, a JSON list of texts."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StructuredOutput: _TypeAlias = StructuredOutput  # noqa: Y015
+
+@_typing.final
 class StepResult(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -699,6 +809,7 @@ class StepResult(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    TIMES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     token_ids: _builtins.bytes
     """The new ids of each decode row, then one for each prefill segment that reached its request's last token; -1 = the
@@ -710,6 +821,12 @@ class StepResult(_message.Message):
     """Drafts that the step computed, accepted or not."""
     epoch: _builtins.int
     """The attach that the plan came with."""
+    times: _builtins.bytes
+    """When the worker did what for this step, on its own monotonic clock: a little-endian uint64, the nanoseconds at which
+    the plan had come, and five uint32, microseconds from then until the step began, which waits for the one before it;
+    until its inputs were ready; its forward was computed; its tokens were sampled; its result was handed over to be
+    sent. Empty = the worker does not tell.
+    """
     @_builtins.property
     def logprobs(self) -> Global___Logprobs:
         """Of token_ids; absent = nobody asks."""
@@ -730,10 +847,11 @@ class StepResult(_message.Message):
         logprobs: Global___Logprobs | None = ...,
         prompt_logprobs: Global___Logprobs | None = ...,
         epoch: _builtins.int = ...,
+        times: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens", "epoch", b"epoch", "logprobs", b"logprobs", "num_draft_tokens", b"num_draft_tokens", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens", "epoch", b"epoch", "logprobs", b"logprobs", "num_draft_tokens", b"num_draft_tokens", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "step", b"step", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_tokens: _TypeAlias = _typing.Literal["num_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_tokens: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens"]  # noqa: Y015
@@ -752,28 +870,57 @@ class RecordEntry(_message.Message):
     ATTACH_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
+    RELOAD_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def attach(self) -> Global___RecordedAttach: ...
     @_builtins.property
     def plan(self) -> Global___StepPlan: ...
     @_builtins.property
     def result(self) -> Global___StepResult: ...
+    @_builtins.property
+    def reload(self) -> Global___RecordedReload:
+        """Behind the last result of the old weights."""
+
     def __init__(
         self,
         *,
         attach: Global___RecordedAttach | None = ...,
         plan: Global___StepPlan | None = ...,
         result: Global___StepResult | None = ...,
+        reload: Global___RecordedReload | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "entry", b"entry", "plan", b"plan", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "entry", b"entry", "plan", b"plan", "reload", b"reload", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "entry", b"entry", "plan", b"plan", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "entry", b"entry", "plan", b"plan", "reload", b"reload", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_entry: _TypeAlias = _typing.Literal["attach", "plan", "result"]  # noqa: Y015
+    _WhichOneofReturnType_entry: _TypeAlias = _typing.Literal["attach", "plan", "result", "reload"]  # noqa: Y015
     _WhichOneofArgType_entry: _TypeAlias = _typing.Literal["entry", b"entry"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_entry) -> _WhichOneofReturnType_entry | None: ...
 
 Global___RecordEntry: _TypeAlias = RecordEntry  # noqa: Y015
+
+@_typing.final
+class RecordedReload(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """As the engine named it."""
+    model_fingerprint: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        model_fingerprint: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "model_fingerprint", b"model_fingerprint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordedReload: _TypeAlias = RecordedReload  # noqa: Y015
 
 @_typing.final
 class RecordedAttach(_message.Message):
@@ -841,6 +988,7 @@ class AttachFrontendRequest(_message.Message):
     PARKED_STREAM_IDS_FIELD_NUMBER: _builtins.int
     UNPARKED_STREAM_IDS_FIELD_NUMBER: _builtins.int
     RESUMPTIONS_FIELD_NUMBER: _builtins.int
+    ABORTING_CALLERS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     aborted_stream_ids: _builtins.bytes
     """Streams that their clients left."""
@@ -857,6 +1005,10 @@ class AttachFrontendRequest(_message.Message):
     def resumptions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Resumption]:
         """Requests of earlier streams, whose rest goes to new ones."""
 
+    @_builtins.property
+    def aborting_callers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """For each of aborted_request_ids who asks: only that caller's requests end; none = nobody has a name."""
+
     def __init__(
         self,
         *,
@@ -867,10 +1019,11 @@ class AttachFrontendRequest(_message.Message):
         parked_stream_ids: _builtins.bytes = ...,
         unparked_stream_ids: _builtins.bytes = ...,
         resumptions: _abc.Iterable[Global___Resumption] | None = ...,
+        aborting_callers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_request_ids", b"aborted_request_ids", "aborted_stream_ids", b"aborted_stream_ids", "parked_stream_ids", b"parked_stream_ids", "protocol_version", b"protocol_version", "resumptions", b"resumptions", "submissions", b"submissions", "unparked_stream_ids", b"unparked_stream_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_request_ids", b"aborted_request_ids", "aborted_stream_ids", b"aborted_stream_ids", "aborting_callers", b"aborting_callers", "parked_stream_ids", b"parked_stream_ids", "protocol_version", b"protocol_version", "resumptions", b"resumptions", "submissions", b"submissions", "unparked_stream_ids", b"unparked_stream_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -918,6 +1071,7 @@ class Submission(_message.Message):
     SKIP_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     CALLER_FIELD_NUMBER: _builtins.int
     FRONTEND_STATE_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.int
     """The frontend's own number for the stream, never used twice within an attach."""
     request_id: _builtins.str
@@ -932,6 +1086,8 @@ class Submission(_message.Message):
     """Whoever asks, as the frontend knows them; empty = anybody."""
     frontend_state: _builtins.bytes
     """What the frontend needs to serve the rest if the stream is resumed; nobody else looks into it."""
+    traceparent: _builtins.str
+    """W3C trace context of the call; empty = it had none."""
     @_builtins.property
     def sampling(self) -> Global___SamplingSettings: ...
     def __init__(
@@ -948,10 +1104,11 @@ class Submission(_message.Message):
         skip_prefix_cache: _builtins.bool = ...,
         caller: _builtins.str = ...,
         frontend_state: _builtins.bytes = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds", "sampling", b"sampling", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds", "cache_salt", b"cache_salt", "caller", b"caller", "frontend_state", b"frontend_state", "num_samples", b"num_samples", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "skip_prefix_cache", b"skip_prefix_cache", "stream_id", b"stream_id", "timeout_seconds", b"timeout_seconds", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds", "cache_salt", b"cache_salt", "caller", b"caller", "frontend_state", b"frontend_state", "num_samples", b"num_samples", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "skip_prefix_cache", b"skip_prefix_cache", "stream_id", b"stream_id", "timeout_seconds", b"timeout_seconds", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout_seconds: _TypeAlias = _typing.Literal["timeout_seconds"]  # noqa: Y015
     _WhichOneofArgType__timeout_seconds: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds"]  # noqa: Y015
@@ -1110,6 +1267,8 @@ class Ending(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_SECONDS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.int
     finish_reason: _builtins.str
     """The name of a finish reason; empty = the status and its message say why the stream failed."""
@@ -1118,6 +1277,10 @@ class Ending(_message.Message):
     num_cached_tokens: _builtins.int
     retry_after_seconds: _builtins.float
     """When a refused request may be sent again."""
+    reason: _builtins.str
+    """Which error of that status it is, by the name that programs read; empty = the one that the status is for."""
+    field: _builtins.str
+    """The path of the client's field that is at fault; empty = it is no single one."""
     def __init__(
         self,
         *,
@@ -1127,10 +1290,12 @@ class Ending(_message.Message):
         message: _builtins.str = ...,
         num_cached_tokens: _builtins.int = ...,
         retry_after_seconds: _builtins.float | None = ...,
+        reason: _builtins.str = ...,
+        field: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_retry_after_seconds", b"_retry_after_seconds", "retry_after_seconds", b"retry_after_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_seconds", b"_retry_after_seconds", "finish_reason", b"finish_reason", "message", b"message", "num_cached_tokens", b"num_cached_tokens", "retry_after_seconds", b"retry_after_seconds", "status", b"status", "stream_id", b"stream_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_seconds", b"_retry_after_seconds", "field", b"field", "finish_reason", b"finish_reason", "message", b"message", "num_cached_tokens", b"num_cached_tokens", "reason", b"reason", "retry_after_seconds", b"retry_after_seconds", "status", b"status", "stream_id", b"stream_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__retry_after_seconds: _TypeAlias = _typing.Literal["retry_after_seconds"]  # noqa: Y015
     _WhichOneofArgType__retry_after_seconds: _TypeAlias = _typing.Literal["_retry_after_seconds", b"_retry_after_seconds"]  # noqa: Y015
@@ -1356,6 +1521,12 @@ class GetStatisticsResponse(_message.Message):
     NUM_HELD_FIELD_NUMBER: _builtins.int
     NUM_SUSPECTS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_PLAN_BYTES_FIELD_NUMBER: _builtins.int
+    STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    IDLE_SECONDS_FIELD_NUMBER: _builtins.int
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_BUCKET_TOKENS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_waiting_tokens: _builtins.int
@@ -1383,6 +1554,13 @@ class GetStatisticsResponse(_message.Message):
     num_held: _builtins.int
     """Requests that are at no worker group, and those that were in the step when a worker was lost and got no token since."""
     num_suspects: _builtins.int
+    num_steps: _builtins.int
+    """Of the steps of all worker groups, what GroupStatistics says of one's."""
+    num_plan_bytes: _builtins.int
+    step_seconds: _builtins.float
+    idle_seconds: _builtins.float
+    num_computed_tokens: _builtins.int
+    num_bucket_tokens: _builtins.int
     @_builtins.property
     def num_common_prefix_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Per KV cache group, leading blocks that all running requests share; empty unless there is one worker group."""
@@ -1411,10 +1589,16 @@ class GetStatisticsResponse(_message.Message):
         num_held: _builtins.int = ...,
         num_suspects: _builtins.int = ...,
         groups: _abc.Iterable[Global___GroupStatistics] | None = ...,
+        num_steps: _builtins.int = ...,
+        num_plan_bytes: _builtins.int = ...,
+        step_seconds: _builtins.float = ...,
+        idle_seconds: _builtins.float = ...,
+        num_computed_tokens: _builtins.int = ...,
+        num_bucket_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "kv_cache_usage", b"kv_cache_usage", "num_accepted_tokens", b"num_accepted_tokens", "num_admitted", b"num_admitted", "num_cached_tokens", b"num_cached_tokens", "num_common_prefix_blocks", b"num_common_prefix_blocks", "num_discarded_tokens", b"num_discarded_tokens", "num_draft_tokens", b"num_draft_tokens", "num_dropped_results", b"num_dropped_results", "num_groups", b"num_groups", "num_held", b"num_held", "num_lost_workers", b"num_lost_workers", "num_parked", b"num_parked", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_suspects", b"num_suspects", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "idle_seconds", b"idle_seconds", "kv_cache_usage", b"kv_cache_usage", "num_accepted_tokens", b"num_accepted_tokens", "num_admitted", b"num_admitted", "num_bucket_tokens", b"num_bucket_tokens", "num_cached_tokens", b"num_cached_tokens", "num_common_prefix_blocks", b"num_common_prefix_blocks", "num_computed_tokens", b"num_computed_tokens", "num_discarded_tokens", b"num_discarded_tokens", "num_draft_tokens", b"num_draft_tokens", "num_dropped_results", b"num_dropped_results", "num_groups", b"num_groups", "num_held", b"num_held", "num_lost_workers", b"num_lost_workers", "num_parked", b"num_parked", "num_plan_bytes", b"num_plan_bytes", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_suspects", b"num_suspects", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "step_seconds", b"step_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1440,6 +1624,12 @@ class GroupStatistics(_message.Message):
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_PARKED_FIELD_NUMBER: _builtins.int
     NUM_DISCARDED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_PLAN_BYTES_FIELD_NUMBER: _builtins.int
+    STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    IDLE_SECONDS_FIELD_NUMBER: _builtins.int
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_BUCKET_TOKENS_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
@@ -1453,6 +1643,16 @@ class GroupStatistics(_message.Message):
     num_accepted_tokens: _builtins.int
     num_parked: _builtins.int
     num_discarded_tokens: _builtins.int
+    num_steps: _builtins.int
+    """Steps that were answered, the bytes of their plans, the seconds from each one's sending (or its predecessor's
+    answer, where that came later) to its answer, and the seconds in which nothing was in flight though requests ran.
+    """
+    num_plan_bytes: _builtins.int
+    step_seconds: _builtins.float
+    idle_seconds: _builtins.float
+    num_computed_tokens: _builtins.int
+    """Tokens that those steps computed, and tokens of the buckets that they were padded to."""
+    num_bucket_tokens: _builtins.int
     @_builtins.property
     def num_common_prefix_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -1472,10 +1672,16 @@ class GroupStatistics(_message.Message):
         num_accepted_tokens: _builtins.int = ...,
         num_parked: _builtins.int = ...,
         num_discarded_tokens: _builtins.int = ...,
+        num_steps: _builtins.int = ...,
+        num_plan_bytes: _builtins.int = ...,
+        step_seconds: _builtins.float = ...,
+        idle_seconds: _builtins.float = ...,
+        num_computed_tokens: _builtins.int = ...,
+        num_bucket_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "kv_cache_usage", b"kv_cache_usage", "num_accepted_tokens", b"num_accepted_tokens", "num_admitted", b"num_admitted", "num_cached_tokens", b"num_cached_tokens", "num_common_prefix_blocks", b"num_common_prefix_blocks", "num_discarded_tokens", b"num_discarded_tokens", "num_draft_tokens", b"num_draft_tokens", "num_parked", b"num_parked", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "idle_seconds", b"idle_seconds", "kv_cache_usage", b"kv_cache_usage", "num_accepted_tokens", b"num_accepted_tokens", "num_admitted", b"num_admitted", "num_bucket_tokens", b"num_bucket_tokens", "num_cached_tokens", b"num_cached_tokens", "num_common_prefix_blocks", b"num_common_prefix_blocks", "num_computed_tokens", b"num_computed_tokens", "num_discarded_tokens", b"num_discarded_tokens", "num_draft_tokens", b"num_draft_tokens", "num_parked", b"num_parked", "num_plan_bytes", b"num_plan_bytes", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "step_seconds", b"step_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x62lockplane/v1/inference.proto\x12\rblockplane.v1\"\xfb\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x17.blockplane.v1.TokenIdsH\x00\x12\x36\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x1d.blockplane.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x11\x12\x19\n\x11skip_prefix_cache\x18\x07 \x01(\x08\x12\x13\n\x0bnum_samples\x18\x08 \x01(\rB\x08\n\x06prompt\"8\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66rom_tokens\x18\x02 \x03(\r\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"\xa2\x06\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x11\n\x04seed\x18\x03 \x01(\x04H\x02\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\x03\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x17\n\nmin_tokens\x18\x07 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\rH\x04\x88\x01\x01\x12\x12\n\x05top_p\x18\t \x01(\x01H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\n \x01(\x01H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x01H\t\x88\x01\x01\x12@\n\nlogit_bias\x18\x0e \x03(\x0b\x32,.blockplane.v1.SamplingParams.LogitBiasEntry\x12\x32\n\x11\x61llowed_token_ids\x18\x0f \x01(\x0b\x32\x17.blockplane.v1.TokenIds\x12\x11\n\tbad_words\x18\x10 \x03(\t\x12\x33\n\x12\x62\x61\x64_word_token_ids\x18\x11 \x03(\x0b\x32\x17.blockplane.v1.TokenIds\x12\x15\n\x08logprobs\x18\x12 \x01(\rH\n\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x13 \x01(\rH\x0b\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x07\n\x05_seedB\r\n\x0b_min_tokensB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x9d\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x32\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1b.blockplane.v1.FinishReason\x12#\n\x05usage\x18\x05 \x01(\x0b\x32\x14.blockplane.v1.Usage\x12\x14\n\x0csample_index\x18\x06 \x01(\r\x12.\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1c.blockplane.v1.TokenLogprobs\x12\x35\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x1c.blockplane.v1.TokenLogprobs\"_\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"X\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x0f\n\rAbortResponse\"\x15\n\x13GetModelInfoRequest\"\x92\x01\n\x14GetModelInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_bos_token_id*}\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_CACHE_FULL\x10\x03\x32\xc2\x02\n\tInference\x12M\n\x08Generate\x12\x1e.blockplane.v1.GenerateRequest\x1a\x1f.blockplane.v1.GenerateResponse0\x01\x12I\n\x06Resume\x12\x1c.blockplane.v1.ResumeRequest\x1a\x1f.blockplane.v1.GenerateResponse0\x01\x12\x42\n\x05\x41\x62ort\x12\x1b.blockplane.v1.AbortRequest\x1a\x1c.blockplane.v1.AbortResponse\x12W\n\x0cGetModelInfo\x12\".blockplane.v1.GetModelInfoRequest\x1a#.blockplane.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x62lockplane/v1/inference.proto\x12\rblockplane.v1\"\xc9\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x17.blockplane.v1.TokenIdsH\x00\x12\x36\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x1d.blockplane.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x11\x12\x19\n\x11skip_prefix_cache\x18\x07 \x01(\x08\x12\x13\n\x0bnum_samples\x18\x08 \x01(\r\x12\x14\n\x0cwhole_output\x18\t \x01(\x08\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\n \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"8\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66rom_tokens\x18\x02 \x03(\r\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"\x97\t\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x03 \x01(\x04H\x03\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\x03\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x17\n\nmin_tokens\x18\x07 \x01(\rH\x04\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\rH\x05\x88\x01\x01\x12\x12\n\x05top_p\x18\t \x01(\x01H\x06\x88\x01\x01\x12\x12\n\x05min_p\x18\n \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x01H\n\x88\x01\x01\x12@\n\nlogit_bias\x18\x0e \x03(\x0b\x32,.blockplane.v1.SamplingParams.LogitBiasEntry\x12\x32\n\x11\x61llowed_token_ids\x18\x0f \x01(\x0b\x32\x17.blockplane.v1.TokenIds\x12\x11\n\tbad_words\x18\x10 \x03(\t\x12\x33\n\x12\x62\x61\x64_word_token_ids\x18\x11 \x03(\x0b\x32\x17.blockplane.v1.TokenIds\x12\x15\n\x08logprobs\x18\x12 \x01(\rH\x0b\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x13 \x01(\rH\x0c\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x14 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x15 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x16 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x17 \x01(\tH\x00\x12\'\n\x06\x63hoice\x18\x18 \x01(\x0b\x32\x15.blockplane.v1.ChoiceH\x00\x12\"\n\x1ainclude_stop_str_in_output\x18\x19 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x1a \x01(\x08H\r\x88\x01\x01\x12*\n\x1dspaces_between_special_tokens\x18\x1b \x01(\x08H\x0e\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x1c \x01(\rH\x0f\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0c\n\nstructuredB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x07\n\x05_seedB\r\n\x0b_min_tokensB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokensB \n\x1e_spaces_between_special_tokensB\x19\n\x17_truncate_prompt_tokens\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"\x9d\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x32\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1b.blockplane.v1.FinishReason\x12#\n\x05usage\x18\x05 \x01(\x0b\x32\x14.blockplane.v1.Usage\x12\x14\n\x0csample_index\x18\x06 \x01(\r\x12.\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1c.blockplane.v1.TokenLogprobs\x12\x35\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x1c.blockplane.v1.TokenLogprobs\"_\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"X\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x0f\n\rAbortResponse\"\x15\n\x13GetModelInfoRequest\"\x8c\x02\n\x14GetModelInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\rchat_template\x18\x06 \x01(\tH\x01\x88\x01\x01\x12\x16\n\tbos_token\x18\x07 \x01(\tH\x02\x88\x01\x01\x12\x16\n\teos_token\x18\x08 \x01(\tH\x03\x88\x01\x01\x42\x0f\n\r_bos_token_idB\x10\n\x0e_chat_templateB\x0c\n\n_bos_tokenB\x0c\n\n_eos_token*}\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_CACHE_FULL\x10\x03\x32\xc2\x02\n\tInference\x12M\n\x08Generate\x12\x1e.blockplane.v1.GenerateRequest\x1a\x1f.blockplane.v1.GenerateResponse0\x01\x12I\n\x06Resume\x12\x1c.blockplane.v1.ResumeRequest\x1a\x1f.blockplane.v1.GenerateResponse0\x01\x12\x42\n\x05\x41\x62ort\x12\x1b.blockplane.v1.AbortRequest\x1a\x1c.blockplane.v1.AbortResponse\x12W\n\x0cGetModelInfo\x12\".blockplane.v1.GetModelInfoRequest\x1a#.blockplane.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,32 +33,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1891
-  _globals['_FINISHREASON']._serialized_end=2016
+  _globals['_FINISHREASON']._serialized_start=2489
+  _globals['_FINISHREASON']._serialized_end=2614
   _globals['_GENERATEREQUEST']._serialized_start=49
-  _globals['_GENERATEREQUEST']._serialized_end=300
-  _globals['_RESUMEREQUEST']._serialized_start=302
-  _globals['_RESUMEREQUEST']._serialized_end=358
-  _globals['_TOKENIDS']._serialized_start=360
-  _globals['_TOKENIDS']._serialized_end=383
-  _globals['_SAMPLINGPARAMS']._serialized_start=386
-  _globals['_SAMPLINGPARAMS']._serialized_end=1188
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=956
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1004
-  _globals['_GENERATERESPONSE']._serialized_start=1191
-  _globals['_GENERATERESPONSE']._serialized_end=1476
-  _globals['_TOKENLOGPROBS']._serialized_start=1478
-  _globals['_TOKENLOGPROBS']._serialized_end=1573
-  _globals['_USAGE']._serialized_start=1575
-  _globals['_USAGE']._serialized_end=1663
-  _globals['_ABORTREQUEST']._serialized_start=1665
-  _globals['_ABORTREQUEST']._serialized_end=1700
-  _globals['_ABORTRESPONSE']._serialized_start=1702
-  _globals['_ABORTRESPONSE']._serialized_end=1717
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1719
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1740
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1743
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1889
-  _globals['_INFERENCE']._serialized_start=2019
-  _globals['_INFERENCE']._serialized_end=2341
+  _globals['_GENERATEREQUEST']._serialized_end=378
+  _globals['_RESUMEREQUEST']._serialized_start=380
+  _globals['_RESUMEREQUEST']._serialized_end=436
+  _globals['_TOKENIDS']._serialized_start=438
+  _globals['_TOKENIDS']._serialized_end=461
+  _globals['_SAMPLINGPARAMS']._serialized_start=464
+  _globals['_SAMPLINGPARAMS']._serialized_end=1639
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1308
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1356
+  _globals['_CHOICE']._serialized_start=1641
+  _globals['_CHOICE']._serialized_end=1664
+  _globals['_GENERATERESPONSE']._serialized_start=1667
+  _globals['_GENERATERESPONSE']._serialized_end=1952
+  _globals['_TOKENLOGPROBS']._serialized_start=1954
+  _globals['_TOKENLOGPROBS']._serialized_end=2049
+  _globals['_USAGE']._serialized_start=2051
+  _globals['_USAGE']._serialized_end=2139
+  _globals['_ABORTREQUEST']._serialized_start=2141
+  _globals['_ABORTREQUEST']._serialized_end=2176
+  _globals['_ABORTRESPONSE']._serialized_start=2178
+  _globals['_ABORTRESPONSE']._serialized_end=2193
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2195
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2216
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2219
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2487
+  _globals['_INFERENCE']._serialized_start=2617
+  _globals['_INFERENCE']._serialized_end=2939
 # @@protoc_insertion_point(module_scope)

@@ -137,6 +137,14 @@ def test_every_setting_has_a_flag_and_a_line_of_help() -> None:
         ("kv_cache_dtype", "fp8_e5m2"),
         ("kv_cache_dtype", "int8"),
         ("profile", "fast"),
+        ("plaintext", "everywhere"),
+        ("reflection", "yes"),
+        ("channelz", ""),
+        ("tls_certificate", "a.pem"),
+        ("tls_key", "a.key"),
+        ("tls_client_ca", "ca.pem"),
+        ("max_caller_requests", "-1"),
+        ("max_caller_tokens", "-1"),
         ("log_level", "loud"),
         ("kv_segment_size_buckets", "512,1024"),
         ("kv_segment_size_buckets", "0"),
@@ -215,6 +223,7 @@ def test_the_last_prefill_bucket_must_hold_a_block_and_the_sentence_has_both_num
 
 def test_the_least_values_are_taken() -> None:
     least = {"block_size": 1, "max_model_len": 0, "num_blocks": 0, "num_threads": 0}
+    least |= {"max_caller_requests": 0, "max_caller_tokens": 0}
     least |= {"max_waiting_requests": 1, "max_waiting_tokens": 1, "priority_seconds": 0, "max_queue_seconds": 0}
     config = load_config({name: str(value) for name, value in least.items()}, {})
     assert {name: getattr(config, name) for name in least} == least

@@ -35,6 +35,7 @@ from blockplane.protos.errors import (
     DuplicateError,
     InvalidRequestError,
     ModelOutputError,
+    NotFoundError,
     ProtocolError,
     UnavailableError,
 )
@@ -54,12 +55,15 @@ submissions = st.builds(
     timeout_seconds=st.none() | st.floats(0, allow_infinity=False),
     cache_salt=st.text(),
     skip_prefix_cache=st.booleans(),
+    caller=st.text(),
+    traceparent=st.text(),
 )
 batches = st.builds(
     FrontendBatch,
     submissions=st.lists(submissions, max_size=3).map(tuple),
     aborted_stream_ids=id_tuples,
     aborted_request_ids=st.lists(st.text(), max_size=3).map(tuple),
+    aborting_callers=st.lists(st.text(), max_size=3).map(tuple),
 )
 servings = st.builds(ServingState, model=st.none() | models)
 
@@ -185,6 +189,21 @@ def test_an_internal_error_keeps_its_status_and_its_sentence() -> None:
     outcome = delivery_sent(Delivery(endings=(Ending(7, ModelOutputError("not finite.")),))).endings[0].outcome
     assert isinstance(outcome, BlockplaneError)
     assert (outcome.status, str(outcome)) == (grpc.StatusCode.INTERNAL, "not finite.")
+    assert type(outcome) is ModelOutputError, "by its reason"
+
+
+def test_an_ending_without_a_reason_is_what_its_status_is_for() -> None:
+    (ending,) = delivery_wire.delivery_from_proto(
+        pb.AttachFrontendResponse(endings=[pb.Ending(stream_id=1, status="NOT_FOUND", message="gone.")])
+    ).endings
+    assert type(ending.outcome) is NotFoundError
+
+
+@pytest.mark.parametrize("field", [None, "sampling_params.top_p"])
+def test_an_invalid_request_keeps_the_field_that_it_blames(field: str | None) -> None:
+    outcome = delivery_sent(Delivery(endings=(Ending(7, InvalidRequestError("no.", field)),))).endings[0].outcome
+    assert isinstance(outcome, InvalidRequestError)
+    assert outcome.field == field
 
 
 @pytest.mark.parametrize(

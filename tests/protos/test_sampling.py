@@ -1,5 +1,6 @@
 """Sampling limits: each field's edges are taken, what lies beyond is refused by the field's name."""
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,13 @@ from blockplane.protos.sampling import (
     SamplingParams,
     check_sampling_params,
     check_token_ids,
+)
+from blockplane.protos.structured import (
+    MAX_CHOICES,
+    MAX_STRUCTURED_BYTES,
+    STRUCTURED_KINDS,
+    StructuredKind,
+    StructuredOutput,
 )
 
 VOCAB_SIZE = 50
@@ -114,3 +122,42 @@ def test_token_ids_are_taken_if_and_only_if_the_model_has_them(token_ids: list[i
             check_token_ids("prompt", given_ids, VOCAB_SIZE)
     else:
         check_token_ids("prompt", given_ids, VOCAB_SIZE)
+
+
+# -- structured output -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        *((kind, "") for kind in STRUCTURED_KINDS if kind != "json_object"),
+        *((kind, "é" * (MAX_STRUCTURED_BYTES // 2) + "a") for kind in STRUCTURED_KINDS),
+        ("json_object", "{}"),
+        ("choice", "[]"),
+        ("choice", "{}"),
+        ("choice", '["a", 1]'),
+        ("choice", '["a", ""]'),
+        ("choice", "[" * 60_000),
+        ("choice", json.dumps(["a"] * (MAX_CHOICES + 1))),
+    ],
+)
+def test_a_structured_output_that_is_none_is_refused_naming_the_kind(kind: StructuredKind, text: str) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"^{kind} .*\.$"):
+        check_sampling_params(replace(SOUND, structured=StructuredOutput(kind, text)), VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    "structured",
+    [
+        StructuredOutput("json_object"),
+        StructuredOutput("regex", "a" * MAX_STRUCTURED_BYTES),
+        StructuredOutput.choice(["é", '"', "\n"]),
+        StructuredOutput.choice(["a"] * MAX_CHOICES),
+    ],
+)
+def test_a_structured_output_within_limits_is_taken_but_not_where_the_text_may_not_end(
+    structured: StructuredOutput,
+) -> None:
+    check_sampling_params(replace(SOUND, structured=structured), VOCAB_SIZE)
+    with pytest.raises(InvalidRequestError, match=rf"^ignore_eos is set beside {structured.kind}"):
+        check_sampling_params(replace(SOUND, structured=structured, ignore_eos=True), VOCAB_SIZE)

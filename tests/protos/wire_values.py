@@ -11,6 +11,7 @@ from told import columns_of
 from blockplane.protos.logprobs import Logprobs
 from blockplane.protos.model import GenerationDefaults, ModelInfo
 from blockplane.protos.sampling import SamplingParams
+from blockplane.protos.structured import STRUCTURED_KINDS, StructuredOutput
 
 uint32 = st.sampled_from([0, 2**32 - 1]) | st.integers(0, 2**32 - 1)
 int32 = st.integers(-(2**31), 2**31 - 1)
@@ -38,6 +39,7 @@ sampling_params = st.builds(
     bad_words=st.lists(id_tuples, max_size=3).map(tuple),
     logprobs=st.none() | uint32,
     prompt_logprobs=st.none() | uint32,
+    structured=st.none() | st.builds(StructuredOutput, st.sampled_from(STRUCTURED_KINDS), st.text()),
 )
 logprobs = st.lists(logprob_entries, max_size=4).map(columns_of)
 models = st.builds(
@@ -49,6 +51,7 @@ models = st.builds(
     bos_token_id=st.none() | uint32,
     tokenizer_json_zlib=st.binary(),
     defaults=st.builds(GenerationDefaults, temperature=temperatures),
+    chat_template=st.none() | st.text(),
 )
 
 CUT = b"\1\0\0\0\2\0\0"
