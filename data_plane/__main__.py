@@ -16,17 +16,23 @@ from blockplane.data_plane.loaded_worker import loaded_worker
 from blockplane.data_plane.record import Record
 from blockplane.data_plane.threads import num_usable_cores
 from blockplane.data_plane.worker import Worker
+from blockplane.protos.access import access_of
 from blockplane.protos.config import Config
+from blockplane.protos.metrics_port import MetricsPort
 from blockplane.protos.process import run_process
 
 
 def serve(config: Config) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    metrics_port = MetricsPort(config, "worker") if config.metrics_address else None
     torch.set_num_threads(config.num_threads or num_usable_cores())
     record = Record(config.record) if config.record else None
     worker = loaded_worker(config, chosen_backend(config), record)
+    if metrics_port is not None:
+        metrics_port.add(worker.metrics)
+        metrics_port.tell_ready(lambda: worker.is_attached)
     _leave_when_told(worker, config.drain_seconds)
-    worker.serve(config.engine_address)
+    worker.serve(config.engine_address, access_of(config))
 
 
 def _leave_when_told(worker: Worker, drain_seconds: int) -> None:

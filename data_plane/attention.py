@@ -149,6 +149,10 @@ class Attention:
         self.caches, self._kernels = (k_cache, v_cache), kernels
         self.group = group
 
+    def rescale(self, k_scale: float, v_scale: float) -> None:
+        """Take other scales, for what is written from now on: nothing that was written before may be read."""
+        self.spec = replace(self.spec, k_scale=k_scale, v_scale=v_scale)
+
     def bound(self) -> tuple[tuple[Tensor, Tensor], Kernels]:
         """The caches, and the kernels for them."""
         assert self.caches is not None, "bind_kv_cache comes before the first forward"

@@ -7,6 +7,7 @@ import torch
 from blockplane.data_plane.backends.choice import building_backend
 from blockplane.data_plane.loaded_worker import loaded_worker
 from blockplane.data_plane.threads import num_usable_cores
+from blockplane.protos.access import access_of
 from blockplane.protos.config import Config
 from blockplane.protos.process import run_process
 
@@ -19,7 +20,7 @@ def serve(config: Config) -> None:
     """
     torch.set_num_threads(config.num_threads or num_usable_cores())
     backend = building_backend(config)
-    loaded_worker(config, backend, serves=False).serve(config.engine_address)
+    loaded_worker(config, backend, serves=False).serve(config.engine_address, access_of(config))
     if backend.finish_builds is not None:
         backend.finish_builds()
 

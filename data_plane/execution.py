@@ -1,5 +1,6 @@
 """From a step's inputs to its samples: the model's graphs and the sampler, one after the other. Knows no rows."""
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
@@ -21,10 +22,15 @@ class Execution(Protocol):
 
     Attributes:
         graphs: all shapes of which exist once it is built.
+        computed_at: when the last run had its logits, nanoseconds of `time.monotonic_ns`: as far as the host knows, for
+            a device may compute on while it goes on. None = they are sampled where they are computed.
     """
 
     @property
     def graphs(self) -> Graphs: ...
+
+    @property
+    def computed_at(self) -> int | None: ...
 
     def build(self) -> None: ...
 
@@ -50,17 +56,26 @@ class ForwardThenSample:
     def __init__(self, model: Model, configure: Configure, backend: Backend) -> None:
         idle = partial(idle_tensors, configure=configure, is_compiled=backend.is_compiled)
         self.graphs = Graphs(model.forward, idle, configure, backend)
+        self.computed_at: int | None = None
         self._model = model
 
     def build(self) -> None:
         self.graphs.build()
 
     def run(self, parts: Sequence[StepInputs], batch: SamplingBatch | None) -> tuple[Samples, list[Tensor]]:
-        hidden = [self.graphs.run(part.shape, part.input_ids, part.positions, part.batches) for part in parts]
+        hidden = [self._forward(part) for part in parts]
         if batch is None:
+            self.computed_at = time.monotonic_ns()
             return Samples(NO_ROWS), hidden
         sampled = [states[part.logits_indices] for part, states in zip(parts, hidden, strict=True)]
-        return sample(self._model.logits(torch.cat(sampled)), batch), hidden
+        logits = self._model.logits(torch.cat(sampled))
+        self.computed_at = time.monotonic_ns()
+        return sample(logits, batch), hidden
+
+    def _forward(self, part: StepInputs) -> Tensor:
+        hidden: Tensor = self.graphs.run(part.shape, part.input_ids, part.positions, part.batches)
+        self.graphs.num_padding_tokens[part.shape] += part.num_padding_tokens
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)

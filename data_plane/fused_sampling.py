@@ -36,6 +36,7 @@ class FusedSampling:
 
     def __init__(self, model: Model, configure: Configure, backend: Backend) -> None:
         self.graphs = Graphs(self._compute, self._idle_inputs, configure, backend)
+        self.computed_at: int | None = None
         self._model, self._configure, self._backend = model, configure, backend
         self._project = model.logits
 
@@ -79,6 +80,7 @@ class FusedSampling:
         outputs: tuple[Tensor, Tensor, Tensor] = self.graphs.run(
             part.shape, part.input_ids, part.positions, part.batches, indices, temperature, noise
         )
+        self.graphs.num_padding_tokens[part.shape] += part.num_padding_tokens
         return outputs
 
     def _compute(

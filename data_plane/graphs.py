@@ -47,7 +47,8 @@ class Graphs:
 
     Attributes:
         num_builds: so far; it grows no more once the worker is ready.
-        num_runs: by shape that was built.
+        num_runs, num_padding_tokens: by shape that was built, steps and how many of their tokens no request had.
+        build_seconds: by shape, what its build took.
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class Graphs:
         """`idle_inputs`: what `compute` is given in a shape where there is nothing to do."""
         self.num_builds = 0
         self.num_runs: dict[Shape, int] = {}
+        self.num_padding_tokens: dict[Shape, int] = {}
+        self.build_seconds: dict[Shape, float] = {}
         self._compute, self._idle_inputs = compute, idle_inputs
         self._configure, self._backend = configure, backend
         self._built: dict[Shape, Compute] = {}
@@ -72,8 +75,9 @@ class Graphs:
             elif shape in least:
                 self._compute(*self._idle_inputs(shape))
             self.num_builds += 1
-            self.num_runs[shape] = 0
-            logger.info("built %d of %d, %s, in %.2f s", number, len(shapes), shape, time.perf_counter() - start)
+            self.num_runs[shape] = self.num_padding_tokens[shape] = 0
+            self.build_seconds[shape] = seconds = time.perf_counter() - start
+            logger.info("built %d of %d, %s, in %.2f s", number, len(shapes), shape, seconds)
 
     def run(self, shape: Shape, *inputs: Any) -> Any:
         """What is computed of these inputs, which have the shapes of that shape's idle ones.

@@ -49,6 +49,13 @@ class StepInputs:
     batches: AttentionBatches
 
     @property
+    def num_padding_tokens(self) -> int:
+        """Tokens of the graph that are no row's."""
+        # After each token of a decode one is sampled, and columns know their length.
+        is_decode = self.shape.num_seqs > 0
+        return self.shape.num_tokens - (len(self.sampled_rows) if is_decode else int(self.num_scheduled_tokens.sum()))
+
+    @property
     def max_query_len(self) -> int:
         """Actual tokens of the row that has the most."""
         return int(self.num_scheduled_tokens.max())

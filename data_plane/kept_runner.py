@@ -4,6 +4,8 @@ from dataclasses import replace
 
 from blockplane.data_plane.backends.backend import Backend
 from blockplane.data_plane.backends.cpu import CPU
+from blockplane.data_plane.bucket_counts import BucketLedger
+from blockplane.data_plane.grammars import Grammars
 from blockplane.data_plane.models.fingerprint import model_fingerprint
 from blockplane.data_plane.models.interface import Model
 from blockplane.data_plane.runner import Runner
@@ -17,7 +19,9 @@ class KeptRunner:
 
     Attributes:
         fingerprint: of all that the runner's answers depend on.
+        weight_epoch: how many times the model got other weights.
         runner: that of the last attach; None = there was none, or its build failed.
+        buckets: what was done in graphs, those of earlier runners too.
     """
 
     def __init__(
@@ -26,14 +30,22 @@ class KeptRunner:
         info: ModelInfo,
         num_draft_tokens: int,
         draft_model: Model | None,
+        grammars: Grammars | None = None,
         backend: Backend = CPU,
     ) -> None:
-        """`num_draft_tokens`, `draft_model`, `backend`: as `Runner` has them."""
+        """`num_draft_tokens`, `draft_model`, `grammars`, `backend`: as `Runner` has them."""
         self.fingerprint = model_fingerprint(model, draft_model)
+        self.weight_epoch = 0
         self.runner: Runner | None = None
+        self.buckets = BucketLedger()
         self._model, self._info = model, info
         self._num_draft_tokens, self._draft_model = num_draft_tokens, draft_model
-        self._backend = backend
+        self._grammars, self._backend = grammars, backend
+
+    def renew_weights(self) -> None:
+        """The model has other weights. Graphs and KV stay, but what the KV holds is no use any more."""
+        self.fingerprint = model_fingerprint(self._model, self._draft_model)
+        self.weight_epoch += 1
 
     def configured(self, configure: Configure) -> Runner:
         """The runner of the last attach with its KV and graphs, reset, if it was built for the same; else a new one.
@@ -53,7 +65,10 @@ class KeptRunner:
                 " it without keeps_kv."
             )
         else:
+            # Nobody may hold graphs any more while others are built in their place.
+            self.buckets.begin({})
             self.runner = self._build(configure)
+            self.buckets.begin(self.runner.all_graphs)
         return self.runner
 
     def _build(self, configure: Configure) -> Runner:
@@ -63,6 +78,7 @@ class KeptRunner:
             self._info.eos_token_ids,
             num_draft_tokens=self._num_draft_tokens,
             draft_model=self._draft_model,
+            grammars=self._grammars,
             backend=self._backend,
         )
 

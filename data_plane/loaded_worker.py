@@ -1,8 +1,10 @@
 """A worker as the settings describe it, its models on its device. Knows neither engine nor signals."""
 
 from blockplane.data_plane.backends.backend import Backend
+from blockplane.data_plane.grammars import load_grammars
 from blockplane.data_plane.loading.named import load_draft_model, load_named
 from blockplane.data_plane.record import Record
+from blockplane.data_plane.reloading import WeightSource
 from blockplane.data_plane.worker import Worker
 from blockplane.protos.config import Config
 from blockplane.protos.errors import ConfigurationError
@@ -31,6 +33,8 @@ def loaded_worker(config: Config, backend: Backend, record: Record | None = None
         num_draft_tokens=config.num_draft_tokens,
         draft_model=draft_model,
         record=record,
+        grammars=load_grammars(config, info) if serves else None,
         backend=backend,
         serves=serves,
+        weights=WeightSource(model, info, config, is_compiled=backend.is_compiled),
     )

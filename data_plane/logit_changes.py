@@ -23,6 +23,27 @@ class Entries:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """What alone may come, for some batch indices, ascending: int64 [num_masked], and the ids as bits, int32
+    [num_masked, ceil(vocab_size / 32)]: bit i % 32 of word i // 32 is that of id i.
+    """
+
+    batch_indices: NDArray[np.int64]
+    bits: NDArray[np.int32]
+
+    def apply(self, logits: Tensor) -> None:
+        """Make -inf what may not come, in float32 [num_rows, vocab_size]."""
+        unpacked = np.unpackbits(~self.bits.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+        is_banned = torch.from_numpy(unpacked).view(torch.bool).to(logits.device)
+        if len(self.batch_indices) == len(logits):
+            logits.masked_fill_(is_banned, -torch.inf)
+            return
+        # Row after row where it lies: all of them at once would be copied out and back.
+        for index, row in zip(self.batch_indices.tolist(), is_banned, strict=True):
+            logits[index].masked_fill_(row, -torch.inf)
+
+
+@dataclass(frozen=True, slots=True)
 class LogitChanges:
     """Changes to a batch's logits, in the order in which they are made; None = of this kind there are none.
 
@@ -33,6 +54,7 @@ class LogitChanges:
         penalized: ids of prompts and outputs.
         output_counts: int64 [num_penalized], how often each stands in the output.
         penalties: float64 [num_penalized, 3]: repetition, frequency and presence penalty of each.
+        masks: what structured outputs let come; changed together with `allowed`.
     """
 
     allowed: Entries | None
@@ -42,6 +64,7 @@ class LogitChanges:
     penalized: Entries | None
     output_counts: NDArray[np.int64]
     penalties: NDArray[np.float64]
+    masks: TokenMasks | None = None
 
     @property
     def changed(self) -> NDArray[np.int64]:
@@ -57,6 +80,8 @@ class LogitChanges:
             allowed = logits[places]
             logits[places[0]] = -torch.inf
             logits[places] = allowed
+        if self.masks is not None:
+            self.masks.apply(logits)
         if self.banned is not None:
             logits[self.banned.on(device)] = -torch.inf
         if self.biased is not None:

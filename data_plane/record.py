@@ -1,4 +1,4 @@
-"""A worker's record on disk: attaches, plans and results, in their order. Knows what they are, not what they mean.
+"""A worker's record on disk: attaches, plans, results and reloads, in their order. Knows not what they mean.
 
 The file begins with MAGIC; each entry is a `RecordEntry` behind its length, a little-endian uint32. What clients said
 is in there: only the user that runs the worker may read it.
@@ -41,6 +41,10 @@ class Record:
 
     def result(self, result: pb.StepResult) -> None:
         self._append(pb.RecordEntry(result=result))
+
+    def reload(self, model: str, model_fingerprint: bytes) -> None:
+        """What follows was computed with other weights."""
+        self._append(pb.RecordEntry(reload=pb.RecordedReload(model=model, model_fingerprint=model_fingerprint)))
 
     def close(self) -> None:
         self._file.close()

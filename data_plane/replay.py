@@ -9,15 +9,17 @@ from blockplane.data_plane.backends.backend import Backend
 from blockplane.data_plane.backends.choice import chosen_backend
 from blockplane.data_plane.backends.cpu import CPU
 from blockplane.data_plane.differences import first_difference
+from blockplane.data_plane.grammars import Grammars, load_grammars
 from blockplane.data_plane.kept_runner import KeptRunner
 from blockplane.data_plane.loading.named import load_draft_model, load_named
 from blockplane.data_plane.models.interface import Model
 from blockplane.data_plane.record import read_record
+from blockplane.data_plane.reloading import WeightSource
 from blockplane.data_plane.rows import Rows
 from blockplane.data_plane.threads import num_usable_cores
 from blockplane.protos import wire
 from blockplane.protos.config import Config
-from blockplane.protos.errors import ConfigurationError, ProtocolError, ReplayError
+from blockplane.protos.errors import ConfigurationError, ModelError, ProtocolError, ReplayError
 from blockplane.protos.model import ModelInfo
 from blockplane.protos.plan import StepPlan, StepResult
 from blockplane.protos.process import run_process
@@ -39,12 +41,14 @@ class Replay:
         info: ModelInfo,
         num_draft_tokens: int = 0,
         draft_model: Model | None = None,
+        grammars: Grammars | None = None,
         backend: Backend = CPU,
+        weights: WeightSource | None = None,
     ) -> None:
-        """What the recorded worker had."""
+        """What the recorded worker had. `weights`: where reloads read; None = a record that has any is refused."""
         self.num_attaches = self.num_results = 0
-        self._info = info
-        self._kept = KeptRunner(model, info, num_draft_tokens, draft_model, backend)
+        self._info, self._weights = info, weights
+        self._kept = KeptRunner(model, info, num_draft_tokens, draft_model, grammars, backend)
         self._rows: Rows | None = None
         """What the record says of the rows, without the model."""
         self._plan: StepPlan | None = None
@@ -65,6 +69,8 @@ class Replay:
             self._step(wire.plan_from_proto(entry.plan))
         elif kind == "result":
             self._compare(wire.result_from_proto(entry.result))
+        elif kind == "reload":
+            self._reload(entry.reload)
 
     def end(self) -> None:
         """Say what the record lacks."""
@@ -84,6 +90,25 @@ class Replay:
         self._kept.configured(configure)
         self._rows = Rows(configure)
         self.num_attaches += 1
+
+    def _reload(self, reload: pb.RecordedReload) -> None:
+        self.end()
+        model = reload.model or "where they were read before"
+        try:
+            if self._weights is None:
+                raise ModelError("this replay reads none.")
+            self._weights.read(reload.model)()
+        except ModelError as error:
+            raise ConfigurationError(
+                f"after {self.num_results} equal results the worker read new weights ({model}), which are not there any"
+                f" more: {error}"
+            ) from error
+        self._kept.renew_weights()
+        if reload.model_fingerprint != self._kept.fingerprint:
+            raise ConfigurationError(
+                f"after {self.num_results} equal results the worker read new weights ({model}), and others are there"
+                " now; put those of then in their place."
+            )
 
     def _step(self, plan: StepPlan) -> None:
         self.end()
@@ -116,7 +141,8 @@ def serve(config: Config) -> None:
     backend = chosen_backend(config)
     model, info = load_named(config.model, config, backend.device)
     draft_model = load_draft_model(config, info, backend.device)
-    replay = Replay(model, info, config.num_draft_tokens, draft_model, backend)
+    weights = WeightSource(model, info, config, is_compiled=backend.is_compiled)
+    replay = Replay(model, info, config.num_draft_tokens, draft_model, load_grammars(config, info), backend, weights)
     for entry in read_record(config.record):
         replay.take(entry)
     replay.end()

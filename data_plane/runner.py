@@ -3,6 +3,7 @@
 Knows no gRPC and no architecture.
 """
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +15,8 @@ from blockplane.data_plane.backends.cpu import CPU
 from blockplane.data_plane.draft_model import DraftModel
 from blockplane.data_plane.drafts import DraftSource, accept
 from blockplane.data_plane.execution import execution_of
+from blockplane.data_plane.grammars import Grammars
+from blockplane.data_plane.graphs import Graphs
 from blockplane.data_plane.inputs import StepInputs, decode_inputs, prefill_inputs
 from blockplane.data_plane.kv_cache import attentions_of, bind_kv_caches
 from blockplane.data_plane.models.interface import Model
@@ -32,6 +35,7 @@ class Runner:
     Attributes:
         configure: what it was built for. graphs: the model's, all shapes of which exist.
         last_step: the last step that was computed whole.
+        marks: when it had its inputs, its logits and its tokens, nanoseconds of `time.monotonic_ns`; see `StepTimes`.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class Runner:
         *,
         num_draft_tokens: int = 0,
         draft_model: Model | None = None,
+        grammars: Grammars | None = None,
         backend: Backend = CPU,
     ) -> None:
         """Build what the engine decided, every graph too.
@@ -52,6 +57,7 @@ class Runner:
             kernel_block_size: tokens in a block as the attention kernel has them; None = as the engine has them.
             num_draft_tokens: the most that this worker proposes for a row in a step.
             draft_model: what proposes them, of the same vocabulary; None = the rows' own texts do.
+            grammars: what holds rows to structured outputs; None = no row may ask for one.
             backend: where the models' weights lie.
 
         Raises:
@@ -68,16 +74,22 @@ class Runner:
         if kernel_block_size is not None:
             _split_blocks(attentions_of(model, draft_model), kernel_block_size)
         self.configure, self._backend = configure, backend
-        self.last_step = configure.last_step
+        self.last_step, self.marks = configure.last_step, (0, 0, 0)
         self._execution = execution_of(model, configure, backend)
         self.graphs = self._execution.graphs
-        self._sampling = SamplingRows(configure.max_num_seqs, model.vocab_size, eos_token_ids)
+        self._sampling = SamplingRows(configure.max_num_seqs, model.vocab_size, eos_token_ids, grammars)
         self._told_prompts = ToldPrompts(self._rows, self._execution.logits)
         self._drafts = self._draft_source(draft_model) if configure.num_draft_tokens else None
         with torch.inference_mode():
             self._execution.build()
             if self._drafts is not None:
                 self._drafts.build()
+
+    @property
+    def all_graphs(self) -> dict[str, Graphs]:
+        """The model's and, if it has one, its draft model's, by what they are called before their phases."""
+        of_drafts = {"draft_": self._drafts.graphs} if isinstance(self._drafts, DraftModel) else {}
+        return {"": self.graphs, **of_drafts}
 
     def reset(self, configure: Configure) -> None:
         """Begin another attach: rows are free, steps are numbered on from `configure.last_step`, KV and graphs stay.
@@ -116,7 +128,10 @@ class Runner:
         sampled_rows = np.concatenate([part.sampled_rows for part in parts])
         positions = _sampled_positions(parts) if num_drafts else None
         batch = self._sampling.batch(self._rows, sampled_rows, positions) if sampled_rows.size else None
+        prepared = time.monotonic_ns()
         samples, hidden = self._execution.run(parts, batch)
+        sampled = time.monotonic_ns()
+        self.marks = prepared, self._execution.computed_at or sampled, sampled
         told = self._told_prompts.logprobs(parts[-1], hidden[-1]) if plan.prefill_rows.size else None
         if self._drafts is not None and plan.prefill_rows.size:
             self._drafts.follow(parts[-1])

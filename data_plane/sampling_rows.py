@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from blockplane.data_plane.grammars import Grammars, Place, RowGrammar
 from blockplane.data_plane.history import BadWords, SeenTokens
-from blockplane.data_plane.logit_changes import LogitChanges, entries
+from blockplane.data_plane.logit_changes import LogitChanges, TokenMasks, entries
 from blockplane.data_plane.rows import Rows
 from blockplane.data_plane.sampler import NO_LOGPROBS, SamplingBatch
 from blockplane.protos.errors import InvalidRequestError, ProtocolError
@@ -18,8 +19,18 @@ _NONE = np.zeros(0, np.int64)
 class SamplingRows:
     """Sampling parameters of rows 0 .. max_num_seqs - 1, columnar; what few rows ask for is kept for those alone."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
-        """`eos_token_ids`: what ends the model's texts; ids that its logits do not reach end none."""
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        eos_token_ids: Sequence[int] = (),
+        grammars: Grammars | None = None,
+    ) -> None:
+        """
+        Args:
+            eos_token_ids: what ends the model's texts; ids that its logits do not reach end none.
+            grammars: what holds rows to structured outputs; None = no row may ask for one.
+        """
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(token_id for token_id in eos_token_ids if token_id < vocab_size)
         self._seed = np.zeros(max_num_seqs, np.uint64)
@@ -28,6 +39,7 @@ class SamplingRows:
         self._top_p = np.ones(max_num_seqs)
         self._min_p = np.zeros(max_num_seqs)
         self._num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
+        self._grammars = grammars
         self._demands: dict[int, _RowDemands] = {}
 
     def apply(self, plan: StepPlan) -> None:
@@ -37,7 +49,9 @@ class SamplingRows:
             ProtocolError: a request asks for what the model or this worker cannot do; as after `Rows.apply`.
         """
         for row in plan.released_rows.tolist():
-            self._demands.pop(row, None)
+            demands = self._demands.pop(row, None)
+            if demands is not None and demands.grammar is not None:
+                demands.grammar.end()
         for admission in plan.admissions:
             self._admit(admission)
 
@@ -73,12 +87,21 @@ class SamplingRows:
         self._min_p[row] = params.min_p
         self._num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         if _changes_logits(params):
-            self._demands[row] = _RowDemands(admission, self._eos_token_ids)
+            self._demands[row] = _RowDemands(admission, self._eos_token_ids, self._grammar(admission))
+
+    def _grammar(self, admission: Admission) -> RowGrammar | None:
+        structured = admission.params.structured
+        if structured is None:
+            return None
+        if self._grammars is None:
+            raise ProtocolError("the engine admitted a request for structured output, and this worker knows none.")
+        return self._grammars.begin(structured, admission.num_prompt_tokens)
 
     def _logit_changes(self, rows: Rows, sampled_rows: IntArray, positions: IntArray) -> LogitChanges | None:
         """Gather what these rows change about their logits; None = nothing."""
         allowed, banned, biased, biases, penalized = [], [], [], [_NONE.astype(np.float64)], []
         counts, penalties = [_NONE], [np.zeros((0, 3))]
+        masked: list[tuple[int, Place]] = []
         for index, (row, position) in enumerate(zip(sampled_rows.tolist(), positions.tolist(), strict=True)):
             demands = self._demands.get(row)
             if demands is None:
@@ -88,8 +111,10 @@ class SamplingRows:
             banned.append((index, demands.banned_after(token_ids)))
             biased.append((index, demands.biased))
             biases.append(demands.biases)
+            num_known = int(rows.num_tokens[row])
+            if demands.grammar is not None:
+                masked.append((index, Place(demands.grammar, token_ids, num_known)))
             if demands.seen is not None:
-                num_known = int(rows.num_tokens[row])
                 demands.seen.catch_up(token_ids[:num_known])
                 seen_ids, seen_counts = demands.seen.counts(token_ids[num_known:])
                 penalized.append((index, seen_ids))
@@ -105,13 +130,20 @@ class SamplingRows:
             penalized=entries(penalized),
             output_counts=np.concatenate(counts),
             penalties=np.concatenate(penalties),
+            masks=self._masks(masked),
         )
+
+    def _masks(self, masked: Sequence[tuple[int, Place]]) -> TokenMasks | None:
+        if not masked or self._grammars is None:
+            return None
+        indices, places = zip(*masked, strict=True)
+        return TokenMasks(np.array(indices, np.int64), self._grammars.masks(places))
 
 
 class _RowDemands:
     """What one row changes about its logits, in the form in which batches need it."""
 
-    def __init__(self, admission: Admission, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, admission: Admission, eos_token_ids: tuple[int, ...], grammar: RowGrammar | None) -> None:
         params = admission.params
         self.allowed = np.unique(np.array(params.allowed_token_ids or (), np.int64))
         self.biased = np.array([token_id for token_id, _ in params.logit_bias], np.int64)
@@ -119,6 +151,7 @@ class _RowDemands:
         self.penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         is_penalized = self.penalties != (1, 0, 0)
         self.seen = SeenTokens(admission.token_ids, admission.num_prompt_tokens) if is_penalized else None
+        self.grammar = grammar
         self._bad_words = BadWords(params.bad_words)
         self._ending_ids = [*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)]
         self._first_end = admission.num_prompt_tokens + params.min_tokens
@@ -140,4 +173,5 @@ def _changes_logits(params: SamplingParams) -> bool:
         or params.presence_penalty
         or params.frequency_penalty
         or params.repetition_penalty != 1
+        or params.structured is not None
     )

@@ -12,6 +12,7 @@ from blockplane.control_plane.engine.scheduler import MAX_IN_FLIGHT, Scheduler
 from blockplane.control_plane.engine.waiting import WaitingQueue
 from blockplane.data_plane.backends.backend import Backend
 from blockplane.data_plane.backends.cpu import CPU
+from blockplane.data_plane.grammars import Grammars
 from blockplane.data_plane.kv_cache import layer_kv_specs
 from blockplane.data_plane.models.interface import Model
 from blockplane.data_plane.runner import Runner
@@ -34,11 +35,12 @@ class Planes:
         draft_model: Model | None = None,
         kernel_block_size: int | None = None,
         num_draft_tokens: int | None = None,
+        grammars: Grammars | None = None,
         backend: Backend = CPU,
     ) -> None:
         """`settings` are the configuration's, as from a command line.
 
-        `num_draft_tokens`: what the worker proposes; None = as many as the engine counts on.
+        `num_draft_tokens`: what the worker proposes; None = as many as the engine counts on. `grammars`: the worker's.
         """
         config = load_config(settings, {})
         ranks = [RankKV(layer_kv_specs(model, draft_model), config.kv_cache_bytes)]
@@ -58,6 +60,7 @@ class Planes:
             kernel_block_size,
             num_draft_tokens=config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens,
             draft_model=draft_model,
+            grammars=grammars,
             backend=backend,
         )
         self.texts: dict[int, list[int]] = {}

@@ -19,9 +19,12 @@ def next_token(token_ids: list[int]) -> int:
     return SyntheticOracle(token_ids).next_token()
 
 
-def continue_greedily(token_ids: list[int], num_tokens: int, *, ignore_eos: bool = False) -> list[int]:
-    """The next `num_tokens` greedy tokens, fewer where the text ends: the end-of-text token is then the last."""
-    oracle, continuation = SyntheticOracle(token_ids), list[int]()
+def continue_greedily(token_ids: list[int], num_tokens: int, *, ignore_eos: bool = False, seed: int = 0) -> list[int]:
+    """The next `num_tokens` greedy tokens, fewer where the text ends: the end-of-text token is then the last.
+
+    `seed`: of the model's weights.
+    """
+    oracle, continuation = SyntheticOracle(token_ids, seed), list[int]()
     while len(continuation) < num_tokens:
         continuation.append(oracle.next_token())
         if continuation[-1] == arithmetic.EOS_TOKEN_ID and not ignore_eos:
@@ -33,7 +36,8 @@ def continue_greedily(token_ids: list[int], num_tokens: int, *, ignore_eos: bool
 class SyntheticOracle:
     """The history of one text: the values of all its tokens, and their last states."""
 
-    def __init__(self, token_ids: list[int]) -> None:
+    def __init__(self, token_ids: list[int], seed: int = 0) -> None:
+        self._seed = seed
         self.token_ids: list[int] = []
         self.states = np.zeros(0, np.int64)
         # float32 for the speed of its matrix products; sums of less than 2^24 signs are exact in it.
@@ -51,7 +55,7 @@ class SyntheticOracle:
         state = arithmetic.first_state(np.array(token_ids), positions)
         for layer in range(NUM_LAYERS):
             sums = [self._head_sums(layer, kv_head, positions, state) for kv_head in range(NUM_KV_HEADS)]
-            state = arithmetic.next_state(state, np.stack(sums, axis=1), _factors(layer))
+            state = arithmetic.next_state(state, np.stack(sums, axis=1), _factors(layer, self._seed))
         self.states = np.concatenate([self.states, state])
 
     def _head_sums(
@@ -84,6 +88,7 @@ def _signs(layer: int, kv_head: int) -> NDArray[np.int8]:
 
 
 @cache
-def _factors(layer: int) -> NDArray[np.int64]:
-    factors: NDArray[np.int64] = arithmetic.multipliers(layer, np.arange(NUM_KV_HEADS * NUM_SUMS * NUM_CHANNELS))
+def _factors(layer: int, seed: int) -> NDArray[np.int64]:
+    indices = np.arange(NUM_KV_HEADS * NUM_SUMS * NUM_CHANNELS)
+    factors: NDArray[np.int64] = arithmetic.multipliers(layer, indices, seed)
     return factors

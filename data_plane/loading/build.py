@@ -1,4 +1,4 @@
-"""Checkpoint -> Transformer: copies every tensor to its place and says how far it is; knows no file format."""
+"""Checkpoint -> weights -> Transformer: copies every tensor to its place, says how far it is; knows no file format."""
 
 import logging
 import re
@@ -26,14 +26,29 @@ def load_model(
     kv_cache_dtype: str | None = None,
     device: torch.device = HOST,
 ) -> Transformer:
-    """Fill a decoder from a checkpoint, whose tensors this uses up; progress and a final line go to the log.
+    """A decoder of a checkpoint's weights.
+
+    Args:
+        checkpoint, dtype, device: as `load_weights` has them.
+        max_model_len: tokens that a sequence may hold; None = all that the model was made for.
+        kv_cache_dtype: "float8_e4m3fn", scaled as the checkpoint says, or by 1; None = `dtype`.
+
+    Raises:
+        ModelError, ConfigurationError: as `load_weights` says.
+    """
+    weights = load_weights(checkpoint, dtype, device, scales_kv=kv_cache_dtype is not None)
+    return Transformer(checkpoint.config, weights, max_model_len, kv_cache_dtype)
+
+
+def load_weights(
+    checkpoint: Checkpoint, dtype: str, device: torch.device = HOST, *, scales_kv: bool = False
+) -> DecoderWeights:
+    """A checkpoint's tensors, which this uses up, in their places; progress and a final line go to the log.
 
     Args:
         dtype: "bfloat16" or "float32", of the weights and of the computation.
-        max_model_len: tokens that a sequence may hold; None = all that the model was made for.
-        kv_cache_dtype: "float8_e4m3fn", scaled as the checkpoint says, or by 1 with a warning; None = `dtype`, for
-            which the checkpoint's scales mean nothing.
         device: where the weights go, tensor by tensor.
+        scales_kv: warn of layers for whose KV the checkpoint has no scales; where KV is not scaled they mean nothing.
 
     Raises:
         ModelError: a tensor is missing, unexpected, misshapen or no scale; the message names it.
@@ -58,12 +73,11 @@ def load_model(
     if awaited:
         others = f" and {len(awaited) - 1} more" if len(awaited) > 1 else ""
         raise ModelError(f"The checkpoint lacks the tensor {next(iter(awaited))}{others}; fetch its files again.")
-    if kv_cache_dtype is not None:
+    if scales_kv:
         _warn_of_missing_scales(checkpoint.name, len(weights.layers), kv_scales.num_layers)
-    model = Transformer(checkpoint.config, weights, max_model_len, kv_cache_dtype)
     seconds = time.perf_counter() - started
     _logger.info("loaded %s: %d bytes as %s in %.1f s", checkpoint.name, progress.total, dtype, seconds)
-    return model
+    return weights
 
 
 class _Progress:

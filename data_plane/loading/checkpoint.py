@@ -26,6 +26,7 @@ class Checkpoint:
         bos_token_id: what the tokenizer would put before a text; None where it adds nothing.
         eos_token_ids: ids that end a text.
         defaults: the makers' sampling defaults.
+        chat_template: Jinja that makes a prompt of a chat; None where the files have none.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Checkpoint:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     defaults: GenerationDefaults
+    chat_template: str | None = None
 
 
 def open_checkpoint(path: str) -> Checkpoint:

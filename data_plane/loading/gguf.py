@@ -77,6 +77,7 @@ def read_gguf(path: Path, name: str | None = None) -> Checkpoint:
         bos_token_id=config.bos_token_id if adds_bos(metadata) else None,
         eos_token_ids=tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None)),
         defaults=GenerationDefaults(temperature=metadata.get("general.sampling.temp", 1.0)),
+        chat_template=metadata.get("tokenizer.chat_template"),
     )
 
 

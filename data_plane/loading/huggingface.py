@@ -34,6 +34,7 @@ def read_directory(directory: Path) -> Checkpoint:
         bos_token_id=bos_token_id,
         eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos or config.eos_token_ids),
         defaults=GenerationDefaults() if temperature is None else GenerationDefaults(temperature=float(temperature)),
+        chat_template=_chat_template(directory),
     )
 
 
@@ -69,6 +70,17 @@ def _tokenizer(directory: Path) -> tuple[Tokenizer, int | None]:
         bos_token_id = _token_id(tokenizer, settings.get("bos_token"))
     tokenizer.post_processor = None
     return tokenizer, bos_token_id
+
+
+def _chat_template(directory: Path) -> str | None:
+    """The template of its own file, or else the tokenizer config's, which may have several by name."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = _json_if_present(directory / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        template = {named["name"]: named["template"] for named in template}.get("default")
+    return template
 
 
 def _added_first(tokenizer: Tokenizer) -> int | None:

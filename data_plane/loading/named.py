@@ -1,5 +1,6 @@
 """Models by their names in the settings, and what the control plane is told of them. Knows no formats."""
 
+import re
 import sys
 import zlib
 
@@ -7,7 +8,7 @@ import torch
 
 from blockplane.data_plane.kv_cache import KV_CACHE_DTYPES
 from blockplane.data_plane.loading.build import load_model
-from blockplane.data_plane.loading.checkpoint import open_checkpoint
+from blockplane.data_plane.loading.checkpoint import Checkpoint, open_checkpoint
 from blockplane.data_plane.models.interface import Model
 from blockplane.data_plane.models.synthetic import MAX_MODEL_LEN, SyntheticModel, synthetic_model_info
 from blockplane.data_plane.models.weights import HOST
@@ -19,13 +20,25 @@ from blockplane.protos.model import ModelInfo
 def load_named(name: str, config: Config, device: torch.device = HOST) -> tuple[Model, ModelInfo]:
     """A model on a device, and its part of the worker's hello. Raises ModelError or ConfigurationError."""
     kv_cache_dtype = KV_CACHE_DTYPES[config.kv_cache_dtype]
-    if name == "synthetic":
+    if (seed := synthetic_seed(name)) is not None:
         max_model_len = config.max_model_len or MAX_MODEL_LEN
-        model = SyntheticModel(config.dtype, str(device), kv_cache_dtype=kv_cache_dtype)
+        model = SyntheticModel(config.dtype, str(device), kv_cache_dtype=kv_cache_dtype, seed=seed)
         return model, synthetic_model_info(max_model_len)
     checkpoint = open_checkpoint(name)
+    info = info_of(checkpoint, config)
+    return load_model(checkpoint, config.dtype, info.max_model_len, kv_cache_dtype, device), info
+
+
+def synthetic_seed(name: str) -> int | None:
+    """Of the synthetic model's weights: 0 for `synthetic`, N for `synthetic-N`; None = it is another model."""
+    match = re.fullmatch(r"synthetic(?:-(\d{1,9}))?", name)
+    return None if match is None else int(match[1] or 0)
+
+
+def info_of(checkpoint: Checkpoint, config: Config) -> ModelInfo:
+    """What the control plane is told of a checkpoint."""
     max_model_len = min(config.max_model_len or sys.maxsize, checkpoint.config.max_position_embeddings)
-    return load_model(checkpoint, config.dtype, max_model_len, kv_cache_dtype, device), ModelInfo(
+    return ModelInfo(
         name=checkpoint.name,
         vocab_size=checkpoint.config.vocab_size,
         max_model_len=max_model_len,
@@ -33,6 +46,7 @@ def load_named(name: str, config: Config, device: torch.device = HOST) -> tuple[
         bos_token_id=checkpoint.bos_token_id,
         tokenizer_json_zlib=zlib.compress(checkpoint.tokenizer_json, level=1),
         defaults=checkpoint.defaults,
+        chat_template=checkpoint.chat_template,
     )
 
 

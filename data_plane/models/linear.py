@@ -21,6 +21,12 @@ class Linear:
         """Take a weight [out_features, in_features] and a bias [out_features]."""
         self._weight, self._bias = weight, bias
 
+    def refill(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Take others of the same shapes, into the tensors that are there."""
+        self._weight.copy_(weight)
+        if self._bias is not None and bias is not None:
+            self._bias.copy_(bias)
+
     def __call__(self, x: Tensor) -> Tensor:
         """[num_rows, in_features] -> [num_rows, out_features], in the dtype of `x`."""
         return functional.linear(x, self._weight, self._bias)
@@ -41,9 +47,12 @@ class TiledLinear(Linear):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Take what `Linear` takes; out_features is a multiple of 64."""
-        super().__init__(weight.view(-1, _TILE, weight.shape[1]).transpose(1, 2).contiguous(), bias)
+        super().__init__(_tiled(weight).contiguous(), bias)
         self._long_parts = torch.split(self._weight, _TILES_PER_SUM)
         self._short_parts = torch.split(self._weight, _TILES_PER_CAST)
+
+    def refill(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().refill(_tiled(weight), bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] <= _MAX_SUMMED_ROWS:
@@ -64,6 +73,11 @@ def fastest_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     lacks_arithmetic = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and not _HAS_BF16_ARITHMETIC
     tiled = lacks_arithmetic and weight.shape[0] % _TILE == 0
     return TiledLinear(weight, bias) if tiled else Linear(weight, bias)
+
+
+def _tiled(weight: Tensor) -> Tensor:
+    """[num_tiles * 64, in_features] -> [num_tiles, in_features, 64], a view."""
+    return weight.view(-1, _TILE, weight.shape[1]).transpose(1, 2)
 
 
 def _sum(x: Tensor, tiles: Tensor) -> Tensor:

@@ -59,12 +59,22 @@ class SyntheticModel:
     vocab_size = arithmetic.VOCAB_SIZE
 
     def __init__(
-        self, dtype: str, device: str = "cpu", step_seconds: float = 0.0, *, kv_cache_dtype: str | None = None
+        self,
+        dtype: str,
+        device: str = "cpu",
+        step_seconds: float = 0.0,
+        *,
+        kv_cache_dtype: str | None = None,
+        seed: int = 0,
     ) -> None:
-        """`step_seconds` is slept in every forward, for a model of that cost. `kv_cache_dtype`: None = `dtype`."""
+        """
+        Args:
+            step_seconds: slept in every forward, for a model of that cost.
+            kv_cache_dtype: None = `dtype`.
+            seed: of its multipliers, which are all that it has for weights.
+        """
         self.dtype = dtype
         self.kv_cache_dtype = kv_cache_dtype or dtype
-        self.fingerprint = fingerprint(f"synthetic {dtype} {self.kv_cache_dtype}", ())
         self.attentions = tuple(
             Attention(
                 AttentionSpec(
@@ -78,8 +88,15 @@ class SyntheticModel:
             for window in WINDOWS
         )
         self._layers = tuple(_Layer(layer, getattr(torch, dtype), device) for layer in range(NUM_LAYERS))
+        self.refill(seed)
         self._alphabet = torch.tensor(arithmetic.ALPHABET, device=device)
         self._step_seconds = step_seconds
+
+    def refill(self, seed: int) -> None:
+        """Take other multipliers, into the tensors that are there."""
+        for layer in self._layers:
+            layer.refill(seed)
+        self.fingerprint = fingerprint(f"synthetic-{seed} {self.dtype} {self.kv_cache_dtype}", ())
 
     def forward(self, input_ids: Tensor, positions: Tensor, batches: AttentionBatches) -> Tensor:
         if self._step_seconds:
@@ -108,9 +125,7 @@ class _Layer:
         self._layer, self._dtype = layer, dtype
         self._channels = torch.arange(NUM_CHANNELS, device=device)
         self._heads = torch.arange(NUM_KV_HEADS, device=device)[:, None]
-        self._factors = arithmetic.multipliers(
-            layer, torch.arange(NUM_KV_HEADS * NUM_SUMS * NUM_CHANNELS, device=device)
-        )
+        self._factors = torch.empty(NUM_KV_HEADS * NUM_SUMS * NUM_CHANNELS, dtype=torch.int64, device=device)
         self._names = _names(layer, device)
         code = arithmetic.position_code(
             layer,
@@ -121,6 +136,10 @@ class _Layer:
         self._keys = torch.cat([self._names.expand(MAX_MODEL_LEN, -1, -1), code], dim=-1).to(dtype)
         self._num_plus = torch.nn.functional.pad((code > 0).cumsum(0), (0, 0, 0, 0, 1, 0))
         """[MAX_MODEL_LEN + 1, NUM_KV_HEADS, NUM_CODE_CHANNELS]: positions before this one with a plus sign."""
+
+    def refill(self, seed: int) -> None:
+        indices = torch.arange(len(self._factors), device=self._factors.device)
+        self._factors.copy_(arithmetic.multipliers(self._layer, indices, seed))
 
     def next_state(self, state: Tensor, positions: Tensor, attention: Attention, batches: AttentionBatches) -> Tensor:
         """int64 [num_tokens] states and positions -> the states after this layer; writes the KV of these tokens."""

@@ -91,9 +91,12 @@ def first_visible(layer: int, positions: Any) -> Any:
     return positions * 0 if window is None else (positions - window + 1) * (positions >= window)
 
 
-def multipliers(layer: int, indices: Any) -> Any:
-    """One odd factor for each of a token's sums, so that no change of a single sum can vanish."""
-    return _draw(indices, _MULTIPLIER, layer) | 1
+def multipliers(layer: int, indices: Any, seed: int = 0) -> Any:
+    """One odd factor for each of a token's sums, so that no change of a single sum can vanish.
+
+    They are the model's weights: another seed, below 10^9, gives another model of the same shape.
+    """
+    return _draw(indices + (seed << 12), _MULTIPLIER, layer) | 1
 
 
 def next_state(state: Any, sums: Any, factors: Any) -> Any:

@@ -30,8 +30,7 @@ class Transformer:
         self.vocab_size = config.vocab_size
         self.dtype = str(weights.embeddings.dtype).removeprefix("torch.")
         self.kv_cache_dtype = kv_cache_dtype or self.dtype
-        kv_scales = [(layer.k_scale, layer.v_scale) for layer in weights.layers]
-        self.fingerprint = fingerprint(f"{config} {self.kv_cache_dtype} {kv_scales}", weights.named_tensors())
+        self.fingerprint = self._fingerprint(weights)
         self._embeddings = fastest_linear(weights.embeddings)
         self._output = self._embeddings if config.tied_embeddings else fastest_linear(weights.output)
         # Rounded to the model's dtype, as the checkpoint's makers trained it.
@@ -48,6 +47,20 @@ class Transformer:
             for layer, layer_weights in zip(config.layers, weights.layers, strict=True)
         ]
         self.attentions: tuple[Attention, ...] = tuple(layer.attention for layer in self._layers)
+
+    def refill(self, weights: DecoderWeights) -> None:
+        """Take other weights, of the same configuration, into the tensors that are there, wherever `weights` lie."""
+        self._embeddings.refill(weights.embeddings)
+        if self._output is not self._embeddings:
+            self._output.refill(weights.output)
+        self._norm.refill(weights.norm)
+        for layer, layer_weights in zip(self._layers, weights.layers, strict=True):
+            layer.refill(layer_weights)
+        self.fingerprint = self._fingerprint(weights)
+
+    def _fingerprint(self, weights: DecoderWeights) -> bytes:
+        parameters = f"{self.config} {self.kv_cache_dtype} {weights.kv_scales}"
+        return fingerprint(parameters, weights.named_tensors())
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, positions: Tensor, batches: AttentionBatches) -> Tensor:
@@ -105,6 +118,24 @@ class DecoderLayer:
         self._attention_output_norm = norm(weights.attention_output_norm)
         self._mlp_output_norm = norm(weights.mlp_output_norm)
         self._qk_norm = norm(_per_head(weights, config))
+        self._config = config
+
+    def refill(self, weights: LayerWeights) -> None:
+        """Take other weights of the same shapes, and other scales."""
+        self._qkv.refill(weights.qkv, weights.qkv_bias)
+        self._output.refill(weights.output, weights.output_bias)
+        self._gate_up.refill(weights.gate_up)
+        self._down.refill(weights.down)
+        for norm, weight in (
+            (self._attention_norm, weights.attention_norm),
+            (self._mlp_norm, weights.mlp_norm),
+            (self._attention_output_norm, weights.attention_output_norm),
+            (self._mlp_output_norm, weights.mlp_output_norm),
+            (self._qk_norm, _per_head(weights, self._config)),
+        ):
+            if norm is not None and weight is not None:
+                norm.refill(weight)
+        self.attention.rescale(weights.k_scale, weights.v_scale)
 
     def __call__(self, hidden: Tensor, rotation: tuple[Tensor, ...], batches: AttentionBatches) -> Tensor:
         """[num_tokens, hidden_size] -> the same shape. `rotation`: cosines and sines of this layer's rope."""
@@ -144,6 +175,10 @@ class RMSNorm:
         self._rounds_last = config.norm_adds_one
         self._weight = weight + 1.0 if config.norm_adds_one else weight.to(dtype)
         self._eps = config.norm_eps
+
+    def refill(self, weight: Tensor) -> None:
+        """Take another of the same shape."""
+        self._weight.copy_(weight + 1.0 if self._rounds_last else weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         normed = functional.rms_norm(x.float(), x.shape[-1:], eps=self._eps)

@@ -75,6 +75,11 @@ class DecoderWeights:
             self.norm = torch.empty(config.hidden_size)
             self.layers = [LayerWeights(config, dtype) for _ in config.layers]
 
+    @property
+    def kv_scales(self) -> list[tuple[float, float]]:
+        """Of each layer's keys and values."""
+        return [(layer.k_scale, layer.v_scale) for layer in self.layers]
+
     def named_tensors(self) -> NamedTensors:
         """Every parameter by its Hugging Face name; copying into them all fills the decoder."""
         yield "model.embed_tokens.weight", self.embeddings

@@ -8,9 +8,10 @@ import torch
 from planes_in_process import Planes
 from torch import Tensor
 
+from blockplane.data_plane.grammars import Grammars
 from blockplane.data_plane.kv_cache import attentions_of
 from blockplane.data_plane.models.interface import Model
-from blockplane.data_plane.models.synthetic import SyntheticModel
+from blockplane.data_plane.models.synthetic import SyntheticModel, synthetic_model_info
 from blockplane.data_plane.models.synthetic_arithmetic import EOS_TOKEN_ID
 from blockplane.protos.sampling import SamplingParams
 
@@ -45,6 +46,12 @@ def target() -> SyntheticModel:
 
 
 @cache
+def grammars() -> Grammars:
+    """What holds the synthetic model's rows to structured outputs."""
+    return Grammars(synthetic_model_info(128), num_threads=2)
+
+
+@cache
 def perfect_twin() -> SyntheticModel:
     return SyntheticModel("float32")
 
@@ -72,6 +79,7 @@ def planes_with(
         draft_model=draft_model,
         kernel_block_size=kernel_block_size,
         num_draft_tokens=num_proposed,
+        grammars=grammars(),
     )
     for attention in attentions_of(model, draft_model):
         for tensor in attention.caches or ():

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from blockplane.data_plane.grammars import Grammars
 from blockplane.data_plane.models.synthetic import SyntheticModel
 from blockplane.data_plane.models.synthetic_arithmetic import EOS_TOKEN_ID
 from blockplane.data_plane.runner import Runner
@@ -23,14 +24,20 @@ GREEDY = SamplingParams(1)
 class EnginePlayer:
     """Requests by row: their tokens so far, how many are computed, and their block ids [group][logical block]."""
 
-    def __init__(self, model: SyntheticModel, configure: Configure, max_segment: int = MAX_SEGMENT) -> None:
+    def __init__(
+        self,
+        model: SyntheticModel,
+        configure: Configure,
+        max_segment: int = MAX_SEGMENT,
+        grammars: Grammars | None = None,
+    ) -> None:
         self.configure = configure
         self.texts: dict[int, list[int]] = {}
         self.num_computed_tokens: dict[int, int] = {}
         self.block_ids: dict[int, list[list[int]]] = {}
         self.num_reused = 0
         self._max_segment = max_segment
-        self._runner = Runner(model, configure, (EOS_TOKEN_ID,))
+        self._runner = Runner(model, configure, (EOS_TOKEN_ID,), grammars=grammars)
         self._caches = [cache for attention in model.attentions for cache in attention.caches or ()]
         self._free = random.Random(1).sample(range(1, configure.num_blocks), configure.num_blocks - 1)
         self._last_row: dict[int, int] = {}

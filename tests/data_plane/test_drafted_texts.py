@@ -19,6 +19,7 @@ from blockplane.data_plane.models.interface import Model
 from blockplane.data_plane.models.synthetic import SyntheticModel
 from blockplane.protos.errors import ModelOutputError
 from blockplane.protos.sampling import SamplingParams
+from blockplane.protos.structured import StructuredOutput
 
 SOURCES: dict[str, Callable[[], Model | None]] = {
     "ngram": lambda: None,
@@ -121,6 +122,7 @@ def test_prompts_in_segments_beside_rows_that_decode_say_the_same(source: str) -
 FORBIDDEN: dict[str, dict[str, Any]] = {
     "as a word": {"bad_words": ((5, 6), (5, 5), (5, 9), (9, 9), (7, 9))},
     "as an id": {"allowed_token_ids": (5, 7, 9), "bad_words": ((5, 5), (5, 9), (9, 9), (7, 9))},
+    "by a grammar": {"structured": StructuredOutput("regex", r"\x09(\x05\x07)+"), "ignore_eos": False},
 }
 
 
@@ -128,7 +130,7 @@ FORBIDDEN: dict[str, dict[str, Any]] = {
 def test_a_forbidden_second_draft_ends_what_is_accepted_at_one_and_mates_notice_nothing(how: str) -> None:
     """The text said 9 5 6 7 once; now 9 comes again, and 6 may not come after 5."""
     biases = (9, 100.0), (5, 90.0), (6, 85.0), (7, 80.0)
-    params = SamplingParams(6, ignore_eos=True, logit_bias=biases, **FORBIDDEN[how])
+    params = SamplingParams(6, **{"ignore_eos": True, "logit_bias": biases, **FORBIDDEN[how]})
     prompt = [9, 5, 6, 7, 8]
     planes = planes_with(3)
     mate = planes.submit(PROMPTS[0], WARM, seed=1)

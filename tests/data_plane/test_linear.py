@@ -33,3 +33,16 @@ def test_embedding_gives_the_weights_own_rows(kind):
 def test_only_whole_bfloat16_tiles_are_tiled():
     assert type(fastest_linear(torch.ones(128, 8))) is Linear
     assert type(fastest_linear(torch.ones(100, 8).bfloat16())) is Linear
+
+
+@pytest.mark.parametrize("kind", [Linear, TiledLinear])
+def test_a_refilled_weight_is_another_in_the_same_place(kind):
+    first, second = (torch.randn(64 * 300, 24).bfloat16() for _ in range(2))
+    biases = torch.randn(2, 64 * 300).bfloat16()
+    linear, expected = kind(first, biases[0].clone()), kind(second.clone(), biases[1])
+    place = linear._weight.data_ptr()
+    linear.refill(second, biases[1])
+    assert linear._weight.data_ptr() == place
+    for num_rows in (2, 40):
+        x = torch.randn(num_rows, 24).bfloat16()
+        assert torch.equal(linear(x), expected(x))

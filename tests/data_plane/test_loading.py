@@ -225,6 +225,36 @@ def test_generation_config_outranks_config(tiny_llama):
     assert checkpoint.defaults.temperature == 0.6
 
 
+CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_file", "expected"),
+    [
+        (None, None, None),
+        (CHAT, None, CHAT),
+        ([{"name": "tools", "template": "t"}, {"name": "default", "template": CHAT}], None, CHAT),
+        ("older", CHAT, CHAT),
+    ],
+)
+def test_a_chat_template_is_found_wherever_hugging_face_puts_it(tiny_llama, in_config, in_file, expected):
+    if in_config is not None:
+        (tiny_llama / "tokenizer_config.json").write_text(json.dumps({"chat_template": in_config}))
+    if in_file is not None:
+        (tiny_llama / "chat_template.jinja").write_text(in_file)
+    assert open_checkpoint(str(tiny_llama)).chat_template == expected
+
+
+def test_a_gguf_files_chat_template_is_found(tmp_path, randomized, monkeypatch):
+    model = randomized(MODELS["llama"]())
+    assert open_checkpoint(str(write_gguf(tmp_path / "without.gguf", model, "llama"))).chat_template is None
+    write_rest = gguf.GGUFWriter.write_header_to_file
+    monkeypatch.setattr(
+        gguf.GGUFWriter, "write_header_to_file", lambda writer: (writer.add_chat_template(CHAT), write_rest(writer))
+    )
+    assert open_checkpoint(str(write_gguf(tmp_path / "with.gguf", model, "llama"))).chat_template == CHAT
+
+
 def test_a_missing_tensor_is_named(tiny_llama):
     edit_tensors(tiny_llama, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):

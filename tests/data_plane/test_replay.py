@@ -9,15 +9,28 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scripted_attaches import CONFIGURE, Attach, Script, ScriptedEngine, column, decode, listening, plan, prefill
+from scripted_attaches import (
+    CONFIGURE,
+    PROMPT,
+    Attach,
+    Script,
+    ScriptedEngine,
+    column,
+    decode,
+    listening,
+    plan,
+    prefill,
+)
 
+from blockplane.data_plane.grammars import Grammars
 from blockplane.data_plane.models.synthetic import SyntheticModel, synthetic_model_info
 from blockplane.data_plane.record import Record, read_record
 from blockplane.data_plane.replay import Replay
 from blockplane.data_plane.worker import Worker
 from blockplane.protos.errors import ConfigurationError, ReplayError
-from blockplane.protos.plan import StepPlan
+from blockplane.protos.plan import Admission, StepPlan
 from blockplane.protos.sampling import SamplingParams
+from blockplane.protos.structured import StructuredOutput
 from blockplane.v1 import engine_pb2 as pb
 
 TOLD = SamplingParams(9, 0.9, ignore_eos=True, logprobs=2, prompt_logprobs=1)
@@ -102,6 +115,39 @@ def test_a_record_replays_bit_for_bit_over_attaches_drafts_and_told_tokens(recor
     assert any(result.num_draft_tokens for result in results)
     assert any(result.HasField("prompt_logprobs") for result in results)
     assert {result.epoch for result in results} == {0, 1, 2, 3}
+
+
+def test_a_record_of_structured_output_replays_bit_for_bit_and_where_none_is_known_is_refused(tmp_path: Path) -> None:
+    """One row prefilled, one that comes with what it has said, and drafts, of which the grammar forbids some."""
+    path, structured = str(tmp_path / "record"), StructuredOutput("regex", r"(\x05\x06\x07)*\x05{2}\x07+")
+    echo = SamplingParams(12, structured=structured)
+    drafted = StepPlan(3, decode_rows=column(1), decode_num_tokens=column(3))
+    resumed = Admission(0, column(*PROMPT, 5, 6), len(PROMPT), 0, replace(echo, temperature=9.0), 8)
+    joining = StepPlan(
+        4,
+        admissions=(resumed,),
+        block_rows=column(0, 0, 0),
+        block_ids=column(5, 6, 7),
+        prefill_rows=column(0),
+        prefill_num_tokens=column(len(PROMPT) + 2),
+    )
+    plans = prefill(1, REPEATING, params=echo), decode(2), drafted, joining, StepPlan(5, decode_rows=column(0, 1))
+    engine = ScriptedEngine(steps(*plans, epoch=1, num_draft_tokens=2))
+    info, record = synthetic_model_info(64), Record(path)
+    worker = Worker(make_model(), info, 1 << 20, num_draft_tokens=2, record=record, grammars=Grammars(info, 1))
+    with listening(engine) as address, pytest.raises(ConfigurationError, match="that was all"):
+        worker.serve(address)
+    record.close()
+    assert engine.errors == []
+    results = [entry.result for entry in read_record(path) if entry.HasField("result")]
+    assert sum(result.num_draft_tokens for result in results) > 0
+    assert set(np.frombuffer(results[3].token_ids, np.int32)) <= {5, 6, 7}
+    again = Replay(make_model(), info, 2, grammars=Grammars(info, 1))
+    for entry in read_record(path):
+        again.take(entry)
+    assert again.num_results == len(plans)
+    with pytest.raises(ReplayError, match="structured output"):
+        replay(path)
 
 
 def another_token(result: pb.StepResult) -> None:

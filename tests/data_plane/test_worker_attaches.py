@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import grpc
 import pytest
@@ -26,7 +27,8 @@ from synthetic_oracle import continue_greedily
 from blockplane.data_plane.models.synthetic import SyntheticModel, synthetic_model_info
 from blockplane.data_plane.worker import Worker
 from blockplane.protos import wire
-from blockplane.protos.errors import BlockplaneError, ConfigurationError, ProtocolError
+from blockplane.protos.access import Access
+from blockplane.protos.errors import AuthenticationError, BlockplaneError, ConfigurationError, ProtocolError
 from blockplane.protos.plan import StepPlan
 from blockplane.protos.sampling import SamplingParams
 from blockplane.v1 import engine_pb2 as pb
@@ -74,6 +76,29 @@ def test_the_hello_names_the_process_and_what_it_did_last() -> None:
     assert (first.last_epoch, first.last_step) == (0, 0)
     assert (second.last_epoch, second.last_step) == (11, 2)
     assert first.model_fingerprint == third.model_fingerprint != b""
+
+
+def test_every_attach_shows_the_token_as_it_is_then(tmp_path: Path) -> None:
+    token, shown = tmp_path / "token", []
+    token.write_text("first")
+
+    def ends(attach: Attach) -> Responses:
+        shown.extend(value for key, value in attach.context.invocation_metadata() if key == "authorization")
+        token.write_text("second")
+        yield from ()
+
+    engine = ScriptedEngine(ends, ends)
+    with listening(engine) as address, pytest.raises(ConfigurationError, match="that was all"):
+        make_worker().serve(address, Access(token=str(token)))
+    assert shown == ["Bearer first", "Bearer second"]
+
+
+def test_a_token_that_the_engine_does_not_know_ends_the_worker_for_good() -> None:
+    def refuses(attach: Attach) -> Responses:
+        attach.context.abort(grpc.StatusCode.UNAUTHENTICATED, "not one of mine.")
+
+    with listening(ScriptedEngine(refuses)) as address, pytest.raises(AuthenticationError, match="not one of mine"):
+        make_worker().serve(address)
 
 
 def test_a_builder_builds_what_it_is_told_and_leaves_without_being_ready() -> None:
