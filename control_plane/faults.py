@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import grpc
 
+from blockplane.control_plane.statuses import end_with
 from blockplane.protos.decoding import decoded
 from blockplane.protos.errors import BlockplaneError
 
@@ -85,12 +86,11 @@ def _reporting(behavior: Callable[..., Any], decode: Callable[[Any], Any], metho
 
 async def _report(fault: Exception, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
     if isinstance(fault, BlockplaneError):
-        await context.abort(fault.status, str(fault))
+        await end_with(fault, context)
     if isinstance(fault, grpc.aio.BaseError):
         # An end that the servicer chose, or a client that is gone.
         raise fault
     fault_id = secrets.token_hex(4)
     logger.error("fault %s in %s", fault_id, method, exc_info=fault)
-    await context.abort(
-        grpc.StatusCode.INTERNAL, f"this is a fault of the server's, {fault_id} in its log; report it with that line."
-    )
+    sentence = f"this is a fault of the server's, {fault_id} in its log; report it with that line."
+    await end_with(BlockplaneError(sentence), context)

@@ -7,9 +7,15 @@ from typing import Any
 
 import grpc
 
+from blockplane.control_plane.authentication import Authentication
 from blockplane.control_plane.faults import FaultReports
+from blockplane.control_plane.ports import open_port
+from blockplane.control_plane.tokens import Tokens
+from blockplane.control_plane.tracing import Tracing
 from blockplane.protos.channel import PEER_OPTIONS, ChannelOptions
-from blockplane.protos.errors import ConfigurationError
+from blockplane.protos.config import Config
+
+_DEFAULTS = Config()
 
 GRACE_SECONDS = 2.0
 """How long open calls may take to hear that they have ended."""
@@ -17,13 +23,16 @@ GRACE_SECONDS = 2.0
 Drain = Callable[[], Coroutine[Any, Any, None]]
 
 
-def listening_server(address: str, options: ChannelOptions = PEER_OPTIONS) -> grpc.aio.Server:
-    """A server bound to `address`, not started yet. Raises ConfigurationError if the address cannot be had."""
-    server = grpc.aio.server(options=options, interceptors=[FaultReports()])
-    try:
-        server.add_insecure_port(address)
-    except RuntimeError:
-        raise ConfigurationError(f"cannot listen on {address}: it is taken or not ours; choose another.") from None
+def listening_server(
+    address: str, options: ChannelOptions = PEER_OPTIONS, config: Config = _DEFAULTS
+) -> grpc.aio.Server:
+    """A server bound to `address`, not started yet. Raises ConfigurationError as `open_port` and `Tokens` do."""
+    # The first of them sees how the others end a call.
+    interceptors: list[grpc.aio.ServerInterceptor] = [FaultReports(), Tracing()]
+    if config.tokens:
+        interceptors.append(Authentication(Tokens(config.tokens)))
+    server = grpc.aio.server(options=options, interceptors=interceptors)
+    open_port(server, address, config)
     return server
 
 
