@@ -201,7 +201,8 @@ class Answers:
         for index, token_id in enumerate(token_ids):
             if token_id < 0:
                 return index, ModelOutputError(
-                    "the model's output for this request was not finite; the prompt or the weights are at fault."
+                    "the model's output for this request was not finite, or its parameters left no token that may come;"
+                    " change its parameters or its prompt, or look at the weights."
                 )
             num_tokens = num_before + index + 1
             reason = finish_reason(

@@ -33,6 +33,10 @@ class Deliveries:
     def __getitem__(self, owner: int) -> Outbox:
         return self._outboxes[owner]
 
+    def __len__(self) -> int:
+        """How many frontends are attached."""
+        return len(self._outboxes)
+
     def __contains__(self, owner: int) -> bool:
         return owner in self._outboxes
 

@@ -8,18 +8,22 @@ from dataclasses import replace
 
 from blockplane.control_plane.engine.deadlines import Deadlines
 from blockplane.control_plane.engine.deliveries import Deliveries
-from blockplane.control_plane.engine.group import WorkerGroup
+from blockplane.control_plane.engine.drains import Drains
+from blockplane.control_plane.engine.group import LEAVING, WorkerGroup
 from blockplane.control_plane.engine.groups import Groups
 from blockplane.control_plane.engine.hello import Hello
 from blockplane.control_plane.engine.journal import Journal
 from blockplane.control_plane.engine.journaling import Journaling
 from blockplane.control_plane.engine.kv_events import KVWatcher
+from blockplane.control_plane.engine.metrics import engine_metrics
 from blockplane.control_plane.engine.outbox import Outbox
 from blockplane.control_plane.engine.placement import Placement
+from blockplane.control_plane.engine.reloads import Reloads
 from blockplane.control_plane.engine.request import Request
 from blockplane.control_plane.engine.resumptions import Resumptions
 from blockplane.control_plane.engine.samples import check_submission, samples_of, seeded
 from blockplane.control_plane.engine.step import NO_OUTPUTS, Finished, StepOutputs
+from blockplane.control_plane.engine.step_log import StepLog
 from blockplane.protos.config import Config
 from blockplane.protos.delivery import FrontendBatch, ServingState, Submission
 from blockplane.protos.errors import (
@@ -29,6 +33,7 @@ from blockplane.protos.errors import (
     DuplicateError,
     UnavailableError,
 )
+from blockplane.protos.metric_families import MetricFamilies
 from blockplane.protos.model import ModelInfo
 from blockplane.protos.plan import StepPlan, StepResult
 from blockplane.protos.statistics import EngineStatistics
@@ -39,7 +44,11 @@ _DRAIN_POLL_SECONDS = 0.05
 
 
 class Engine:
-    """Accepts requests from frontends, has worker groups compute them, hands tokens back. All in one event loop."""
+    """Accepts requests from frontends, has worker groups compute them, hands tokens back. All in one event loop.
+
+    Attributes:
+        drains, reloads: what operators have done to worker groups.
+    """
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` counts seconds as the event loop does."""
@@ -50,10 +59,11 @@ class Engine:
         """Live requests by id; several where one prompt has several samples. All are placed."""
         self._streams: dict[tuple[int, int], Request] = {}
         """The same by owner and stream."""
-        self._deadlines = Deadlines()
-        self._next_deadline: asyncio.TimerHandle | None = None
+        self._deadlines = Deadlines(clock, self._overdue)
         self._groups = Groups(config, clock)
         self._placement = Placement(self._groups, config.max_queue_seconds, self._fail)
+        self.drains = Drains(self._groups, self._placement, self._announce)
+        self.reloads = Reloads(self._groups, self._placement, self._announce, config.drain_seconds)
         self._announced: ModelInfo | None = None
         self._is_draining = False
         self._journaling: Journaling | None = None
@@ -105,8 +115,8 @@ class Engine:
         for request in self._own(owner, batch.aborted_stream_ids):
             self._fail(request, AbortedError("its frontend asked for the stream's end."))
         self._resumptions.cancel(owner, batch.aborted_stream_ids)
-        for request_id in batch.aborted_request_ids:
-            for request in tuple(self._requests.get(request_id, ())):
+        for request_id, caller in batch.aborts:
+            for request in [each for each in self._requests.get(request_id, ()) if each.caller == caller]:
                 self._fail(request, AbortedError(f"request {request_id} was aborted by its id."))
 
     def _own(self, owner: int, stream_ids: tuple[int, ...]) -> list[Request]:
@@ -133,7 +143,7 @@ class Engine:
             self._streams[owner, request.stream_id] = request
             if submission.timeout_seconds is not None:
                 self._deadlines.set(request, now + submission.timeout_seconds)
-        self._arm_deadline()
+        self._deadlines.arm()
         if self._journaling is not None:
             self._journaling.accept(submission, requests, owner, self._announced.name)
 
@@ -148,7 +158,9 @@ class Engine:
         if (before := self._groups.of_boot(hello.boot_id)) is not None:
             # Its stream broke, and only one side has noticed yet.
             self.detach_worker(before)
-        return self._groups.attach(hello)
+        group = self._groups.attach(hello, may_differ=self.reloads.expects(hello))
+        self.drains.attached(group)
+        return group
 
     def worker_ready(self, group: WorkerGroup) -> None:
         """Have it serve from now on; requests that are held go on first."""
@@ -158,13 +170,15 @@ class Engine:
 
     def worker_leaves(self, group: WorkerGroup) -> None:
         """It gets no new requests, and those that it has move as soon as others can take them."""
-        self._placement.leave(group)
+        group.emptied_for.add(LEAVING)
+        self._placement.empty(group)
         self._announce()
 
     def detach_worker(self, group: WorkerGroup) -> None:
         """The worker is gone: its requests keep all they have emitted and go on elsewhere, or wait, up to a limit."""
         if not group.is_lost:
             self._placement.lose(group)
+            self.drains.detached(group)
             self._announce()
 
     def next_plan(self, group: WorkerGroup) -> StepPlan | None:
@@ -176,12 +190,13 @@ class Engine:
         if outputs is None:
             self._groups.num_dropped_results += 1
             return
-        self._settle(outputs)
+        self._settle(outputs, group.steps)
+        group.steps.settled(result, group.answered_at)
         self._placement.answered(group, outputs)
 
     def may_go(self, group: WorkerGroup) -> bool:
         """Whether a group that leaves has nothing left to do."""
-        return group.is_leaving and not group.has_in_flight and not group.scheduler.num_unfinished
+        return group.is_leaving and group.is_empty
 
     async def drain(self) -> None:
         """Accept nothing more and wait for what lives to end, up to `drain_seconds`."""
@@ -193,19 +208,21 @@ class Engine:
 
     # -- what becomes of requests --------------------------------------------------------------------------------------
 
-    def _settle(self, outputs: StepOutputs) -> None:
-        """Requests got tokens, or ended: the one way by which either becomes known."""
+    def _settle(self, outputs: StepOutputs, steps: StepLog | None = None) -> None:
+        """Requests got tokens, or ended: the one way by which either becomes known. `steps`: whence a step's come."""
         for end in outputs.finished:
             self._forget(end.request)
         if self._journaling is None:
             self._deliveries.put(outputs)
         else:
             # Nothing reaches a client that would not outlive this process: it is delivered once it is in the file.
-            self._journaling.settle(outputs)
+            self._journaling.settle(outputs, steps)
 
-    def flush(self) -> None:
-        """Let the frontends see what was put."""
+    def flush(self, steps: StepLog | None = None) -> None:
+        """Let the frontends see what was put. `steps`: of which this was all."""
         self._deliveries.flush()
+        if steps is not None and self._journaling is None:
+            steps.delivered()
 
     def _fail(self, request: Request, error: BlockplaneError) -> None:
         self._settle(NO_OUTPUTS._replace(finished=(Finished(request, error),)))
@@ -220,18 +237,8 @@ class Engine:
         if not family:
             del self._requests[request.request_id]
 
-    def _arm_deadline(self) -> None:
-        """Have `_end_overdue` called when the next request is overdue."""
-        if self._next_deadline is not None:
-            self._next_deadline.cancel()
-        if (earliest := self._deadlines.earliest) is not None:
-            delay = max(0.0, earliest - self._clock())
-            self._next_deadline = asyncio.get_running_loop().call_later(delay, self._end_overdue)
-
-    def _end_overdue(self) -> None:
-        for request in self._deadlines.pop_overdue(self._clock()):
-            self._fail(request, DeadlineError("the request's deadline passed before its end; allow more time."))
-        self._arm_deadline()
+    def _overdue(self, request: Request) -> None:
+        self._fail(request, DeadlineError("the request's deadline passed before its end; allow more time."))
 
     # -- the journal ---------------------------------------------------------------------------------------------------
 
@@ -249,11 +256,13 @@ class Engine:
                 if restored.seconds_left is not None:
                     self._deadlines.set(request, now + restored.seconds_left)
             self._placement.restore([request for _, request in live], restored.model_name)
-        self._arm_deadline()
+        self._deadlines.arm()
 
-    def _committed(self, outputs: StepOutputs) -> None:
+    def _committed(self, outputs: StepOutputs, steps: StepLog | None) -> None:
         self._deliveries.put(outputs)
         self.flush()
+        if steps is not None:
+            steps.committed()
 
     def _journal_failed(self) -> None:
         """End what lives, without a word of what is not in the file: another engine may go on with it from there."""
@@ -284,9 +293,21 @@ class Engine:
         """Let no block be found that was cached before. Raises UnavailableError while no worker is attached."""
         self._groups.reset_prefix_caches()
 
+    def groups(self) -> list[WorkerGroup]:
+        """Those that are attached, in the order of their numbers."""
+        return sorted(self._groups, key=lambda group: group.number)
+
+    def step_logs(self) -> dict[int, StepLog]:
+        """By group."""
+        return self._groups.step_logs()
+
     def statistics(self) -> EngineStatistics:
         placement = self._placement
         return replace(self._groups.statistics(), num_held=placement.num_held, num_suspects=placement.num_suspects)
+
+    def metrics(self) -> MetricFamilies:
+        """What Prometheus is told."""
+        return engine_metrics(self._groups, self.statistics(), self._deliveries, self._journaling)
 
     def _announce(self) -> None:
         """Tell the frontends if what is served has changed."""

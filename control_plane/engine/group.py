@@ -1,18 +1,24 @@
-"""One attached worker: its scheduler, its steps in flight, and its signs of life. Knows no other group and no gRPC."""
+"""One attached worker: its scheduler, its steps in flight, and its signs of life. Knows no other group, no gRPC."""
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from blockplane.control_plane.engine.group_counts import GroupCounts
 from blockplane.control_plane.engine.hello import Hello
 from blockplane.control_plane.engine.kv_events import KVEventFeed
 from blockplane.control_plane.engine.request import Request
 from blockplane.control_plane.engine.scheduler import Scheduler
 from blockplane.control_plane.engine.step import StepOutputs
 from blockplane.control_plane.engine.step_clock import StepClock
-from blockplane.protos.errors import UnavailableError
+from blockplane.control_plane.engine.step_log import StepLog
+from blockplane.protos.errors import ProtocolError, UnavailableError, UnsupportedError
 from blockplane.protos.model import ModelInfo
 from blockplane.protos.plan import Configure, StepPlan, StepResult
+from blockplane.protos.statistics import Statistics
+
+LEAVING, DRAINING, RELOADING = "leaving", "draining", "reloading"
+"""Its worker wants to go; an operator wants it empty; its weights are to be read anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +28,7 @@ class GroupState:
     Attributes:
         number: the group's, among those that are known.
         hello: what the worker said of itself when it attached.
+        counts: what is counted where it is not its worker's alone.
         epochs: those of the attaches whose KV the scheduler knows: nothing was computed since the first of them.
     """
 
@@ -29,11 +36,18 @@ class GroupState:
     hello: Hello
     scheduler: Scheduler
     feed: KVEventFeed
+    counts: GroupCounts
+    steps: StepLog
     epochs: frozenset[int] = frozenset()
+
+    def statistics(self) -> Statistics:
+        return replace(self.scheduler.statistics(), **self.steps.totals())
 
     def is_kept_by(self, hello: Hello) -> bool:
         """Whether a worker of the same process still has what the scheduler believes of it."""
-        return hello.last_epoch in self.epochs and hello.layers == self.hello.layers and hello.rules == self.hello.rules
+        has_same_weights = hello.weight_epoch == self.hello.weight_epoch and hello.has_weights_of(self.hello)
+        is_built_alike = hello.layers == self.hello.layers and hello.rules == self.hello.rules
+        return hello.last_epoch in self.epochs and has_same_weights and is_built_alike
 
 
 class WorkerGroup:
@@ -43,8 +57,12 @@ class WorkerGroup:
         configure: what the worker is to build.
         work: set whenever there may be something to plan or to say; the worker's driver waits for it and clears it.
         is_ready: it has built what it was told.
-        is_leaving: it gets no new requests; its worker wants to go.
+        emptied_for: why it gets no new requests and those that it has are to go: LEAVING, DRAINING, RELOADING.
+        may_finish: what has begun there may end there; False = it goes on elsewhere or waits, with whatever weights.
         is_lost: nobody drives it any more.
+        peer: whence its stream comes, as gRPC names peers.
+        answered_at: when its last answer came.
+        reload_failure: why its worker kept its weights when it was last told to read them anew; empty = it did not.
     """
 
     def __init__(
@@ -60,12 +78,20 @@ class WorkerGroup:
         """`timeout_seconds`: how long the worker may be silent. `clock` counts seconds as the event loop does."""
         self.hello, self.configure = hello, configure
         self.number, self.scheduler, self.feed = state.number, state.scheduler, state.feed
+        self.steps, self._counts = state.steps, state.counts
+        self.steps.begin_attach()
         self.work = asyncio.Event()
-        self.is_ready = self.is_leaving = self.is_lost = False
+        self.is_ready = self.is_lost = False
+        self.emptied_for: set[str] = set()
+        self.may_finish = True
+        self.peer = self.reload_failure = ""
+        self._reload_from: str | None = None
+        """What the worker is to be told."""
+        self._is_loading = False
         self._epochs = state.epochs | {configure.epoch}
         self._step_clock, self._timeout_seconds, self._clock = step_clock, timeout_seconds, clock
-        self._heard_at = self._check_due = clock()
-        self._oldest_since = 0.0
+        self._attached_at = self._heard_at = self._check_due = clock()
+        self.answered_at = self._oldest_since = 0.0
         """When the oldest unanswered step became that."""
 
     @property
@@ -76,7 +102,44 @@ class WorkerGroup:
     @property
     def may_serve(self) -> bool:
         """Whether requests may come to it."""
-        return self.is_ready and not self.is_leaving
+        return self.is_ready and not self.emptied_for
+
+    @property
+    def is_leaving(self) -> bool:
+        return LEAVING in self.emptied_for
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left for its worker to do."""
+        return not self.has_in_flight and not self.scheduler.num_unfinished
+
+    @property
+    def condition(self) -> str:
+        """One word for operators."""
+        if not self.is_ready and not self.is_leaving:
+            return "building"
+        return next((reason for reason in (LEAVING, RELOADING, DRAINING) if reason in self.emptied_for), "ready")
+
+    @property
+    def attached_seconds(self) -> float:
+        return self._clock() - self._attached_at
+
+    def can_serve(self, request: Request) -> bool:
+        """Whether its worker knows all that a request asks for."""
+        return request.params.structured is None or self.hello.enforces_structure
+
+    def goes_on_with(self, request: Request) -> bool:
+        """Whether it has the weights that the request's output was computed with, if it has any."""
+        known = {request.weights, self.hello.model_fingerprint} - {b""}
+        return not request.has_begun or len(known) < 2
+
+    def check_can_serve(self, request: Request) -> None:
+        """Raise UnsupportedError unless its worker knows all that a request asks for."""
+        if not self.can_serve(request):
+            raise UnsupportedError(
+                "no worker that is attached knows structured output; upgrade the workers, and set their"
+                " structured_output to on."
+            )
 
     @property
     def has_in_flight(self) -> bool:
@@ -84,12 +147,18 @@ class WorkerGroup:
 
     @property
     def state(self) -> GroupState:
-        return GroupState(self.number, self.hello, self.scheduler, self.feed, self._epochs)
+        return GroupState(self.number, self.hello, self.scheduler, self.feed, self._counts, self.steps, self._epochs)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def resume(self, request: Request) -> None:
-        """Serve a request from another group. Raises CapacityError and InvalidRequestError as the scheduler does."""
+        """Serve a request from another group.
+
+        Raises:
+            CapacityError, InvalidRequestError: as the scheduler says.
+            UnsupportedError: its worker cannot.
+        """
+        self.check_can_serve(request)
         self.scheduler.resume(request)
         request.group = self.number
         self.work.set()
@@ -97,6 +166,7 @@ class WorkerGroup:
     def next_plan(self) -> StepPlan | None:
         """The next step; None = there is nothing to compute, or nothing before an answer comes."""
         now, is_first = self._clock(), not self.has_in_flight
+        has_idled = is_first and self.scheduler.rows.num_running > 0
         plan = self.scheduler.schedule(now)
         if plan is None:
             return None
@@ -105,6 +175,7 @@ class WorkerGroup:
         if len(self._epochs) > 1:
             self._epochs = frozenset({self.configure.epoch})
         self.feed.planned(plan.step)
+        self.steps.scheduled(plan, now, has_idled)
         return plan
 
     def take_result(self, result: StepResult) -> StepOutputs | None:
@@ -118,10 +189,43 @@ class WorkerGroup:
             return None
         num_tokens, now = self.scheduler.num_tokens_of_oldest, self._clock()
         outputs = self.scheduler.update(result)
+        self._counts.num_output_tokens += len(outputs.token_ids)
         self._step_clock.took(now - self._oldest_since, num_tokens)
-        self._oldest_since = now
+        self._oldest_since = self.answered_at = now
         self.feed.answered(result.step)
         return outputs
+
+    # -- other weights -------------------------------------------------------------------------------------------------
+
+    def begin_reload(self, model: str) -> None:
+        """Have its worker told to read its weights from `model`, empty = where it did before. The group is empty."""
+        self._reload_from, self._is_loading, self.reload_failure = model, True, ""
+        # Should the worker be lost before it answers, nobody knows which weights made what is cached.
+        self._epochs = frozenset()
+        self.work.set()
+
+    def take_reload(self) -> str | None:
+        """What its worker is to be told now, once; None = nothing."""
+        model, self._reload_from = self._reload_from, None
+        return model
+
+    def end_reload(self, model_fingerprint: bytes, failure: str) -> None:
+        """The worker has other weights, and nothing that was cached is found again; or it has kept those it had.
+
+        Raises:
+            ProtocolError: it was not told to.
+        """
+        if not self._is_loading:
+            raise ProtocolError(
+                "the worker has read weights anew that nobody asked it for; run the same version on both."
+            )
+        self._is_loading, self.reload_failure = False, failure
+        self._epochs = frozenset({self.configure.epoch})
+        if failure:
+            return
+        self.hello = replace(self.hello, model_fingerprint=model_fingerprint, weight_epoch=self.hello.weight_epoch + 1)
+        self.scheduler.renew_weights()
+        self.feed.release()
 
     # -- signs of life -------------------------------------------------------------------------------------------------
 

@@ -7,11 +7,13 @@ from dataclasses import fields, replace
 from itertools import chain, count
 
 from blockplane.control_plane.engine.group import GroupState, WorkerGroup
+from blockplane.control_plane.engine.group_counts import GroupCounts
 from blockplane.control_plane.engine.hello import Hello
 from blockplane.control_plane.engine.kv_events import KVEventFeed, KVWatcher
 from blockplane.control_plane.engine.kv_planning import RankKV, plan_kv_cache
 from blockplane.control_plane.engine.scheduler import Scheduler
 from blockplane.control_plane.engine.step_clock import StepClock
+from blockplane.control_plane.engine.step_log import StepLog
 from blockplane.control_plane.engine.waiting import WaitingQueue
 from blockplane.protos.config import Config
 from blockplane.protos.errors import UnavailableError
@@ -36,12 +38,15 @@ class Groups:
         self._feeds: dict[int, KVEventFeed] = {}
         """By number, those of lost groups too until the number is drawn again."""
         self._watchers: set[KVWatcher] = set()
-        self._past = _sum([])
-        """Of groups that are gone for good."""
+        self._counts: dict[tuple[int, str], GroupCounts] = {}
+        """By number and model, of lost groups too."""
         self.num_lost_workers = self.num_dropped_results = 0
 
     def __getitem__(self, number: int) -> WorkerGroup:
         return self._attached[number]
+
+    def get(self, number: int) -> WorkerGroup | None:
+        return self._attached.get(number)
 
     def __iter__(self) -> Iterator[WorkerGroup]:
         return iter(self._attached.values())
@@ -61,14 +66,16 @@ class Groups:
 
     # -- attach and loss -----------------------------------------------------------------------------------------------
 
-    def attach(self, hello: Hello) -> WorkerGroup:
+    def attach(self, hello: Hello, *, may_differ: bool = False) -> WorkerGroup:
         """A group for a worker, with all that its process had before if it has that still.
+
+        Args:
+            may_differ: its weights may be others than those of all that are here.
 
         Raises:
             ConfigurationError: the settings do not fit the worker, or it has another model than those that are here.
         """
-        for other in self:
-            hello.check_same_model(other.hello)
+        hello.check_same_model([other.hello for other in self], may_differ=may_differ)
         kept = self._away.get(hello.boot_id)
         if kept is not None and kept.is_kept_by(hello):
             configure = replace(kept.scheduler.configure, keeps_kv=True, last_step=kept.scheduler.last_step)
@@ -96,7 +103,7 @@ class Groups:
         self.num_lost_workers += group.is_ready and not group.is_leaving
         boot_id, state, seconds = group.hello.boot_id, group.state, self._config.reattach_seconds
         if not boot_id or group.is_leaving:
-            self._past = _sum([self._past, state.scheduler.statistics()])
+            self._retire(state)
             return
         self._away[boot_id] = state
         asyncio.get_running_loop().call_later(seconds, self._forget, boot_id, state)
@@ -104,7 +111,11 @@ class Groups:
     def _forget(self, boot_id: int, state: GroupState) -> None:
         if self._away.get(boot_id) is state:
             del self._away[boot_id]
-            self._past = _sum([self._past, state.scheduler.statistics()])
+            self._retire(state)
+
+    def _retire(self, state: GroupState) -> None:
+        """Keep what a scheduler counted that is gone for good."""
+        state.counts.past = _sum([state.counts.past, state.statistics()])
 
     def _plan(self, hello: Hello) -> Configure:
         ranks = [RankKV(hello.layers, hello.available_memory)]
@@ -115,7 +126,10 @@ class Groups:
         config, taken = self._config, {state.number for state in self._away.values()} | self._attached.keys()
         number = next(number for number in count() if number not in taken)
         feed = self._feeds[number] = KVEventFeed(configure.block_size, self._watchers, number)
-        waiting = WaitingQueue(config.max_waiting_requests, config.max_waiting_tokens, config.priority_seconds)
+        counts = self._counts.setdefault((number, hello.model.name), GroupCounts(_sum([])))
+        waiting = WaitingQueue(
+            config.max_waiting_requests, config.max_waiting_tokens, config.priority_seconds, counts.queue_seconds
+        )
         scheduler = Scheduler(
             configure,
             waiting,
@@ -124,7 +138,8 @@ class Groups:
             prefix_caching=config.prefix_caching == "on",
             watcher=feed,
         )
-        return GroupState(number, hello, scheduler, feed)
+        steps = StepLog(configure, self._clock, counts.step_seconds)
+        return GroupState(number, hello, scheduler, feed, counts, steps)
 
     def _step_clock(self, boot_id: int) -> StepClock:
         step_clock = self._step_clocks.pop(boot_id, None) or StepClock(self._config.step_timeout_seconds)
@@ -157,10 +172,16 @@ class Groups:
 
     # -- statistics ----------------------------------------------------------------------------------------------------
 
+    def step_logs(self) -> dict[int, StepLog]:
+        """By number, of groups that are attached or may come back."""
+        states = [*(group.state for group in self), *self._away.values()]
+        return {state.number: state.steps for state in sorted(states, key=lambda state: state.number)}
+
     def statistics(self) -> EngineStatistics:
         """Of the groups that are ready."""
-        groups = {group.number: group.scheduler.statistics() for group in self if group.is_ready}
-        total = _sum([self._past, *groups.values(), *(state.scheduler.statistics() for state in self._away.values())])
+        groups = {group.number: group.state.statistics() for group in self if group.is_ready}
+        past = [counts.past for counts in self._counts.values()]
+        total = _sum([*past, *groups.values(), *(state.statistics() for state in self._away.values())])
         pools = [group.scheduler.blocks.pool for group in self if group.is_ready]
         num_usable, num_free = sum(pool.num_usable for pool in pools), sum(pool.num_free for pool in pools)
         common = [group.num_common_prefix_blocks for group in groups.values()]
@@ -174,6 +195,13 @@ class Groups:
             num_lost_workers=self.num_lost_workers,
             num_dropped_results=self.num_dropped_results,
         )
+
+    def counts(self) -> Iterator[tuple[int, str, GroupCounts]]:
+        """By the groups' numbers and their models' names, what was counted until now, of lost groups too."""
+        live = [*(group.state for group in self), *self._away.values()]
+        for (number, model_name), counts in self._counts.items():
+            schedulers = [state.statistics() for state in live if state.counts is counts]
+            yield number, model_name, replace(counts, past=_sum([counts.past, *schedulers]))
 
 
 def _sum(groups: list[Statistics]) -> Statistics:

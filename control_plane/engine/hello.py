@@ -1,5 +1,6 @@
 """What a worker says of itself when it attaches, and when two of them serve one model. Knows no gRPC."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from blockplane.protos.buckets import BucketRules
@@ -21,6 +22,9 @@ class Hello:
         model_fingerprint: of the model's tensors; empty = it does not say.
         boot_id: drawn when its process started; 0 = it does not say.
         last_epoch: of its last attach; 0 = there was none.
+        enforces_structure: whether it knows structured output.
+        reloads_weights: whether it can read its weights anew.
+        weight_epoch: how many times it has since its process started.
     """
 
     protocol_version: int
@@ -31,19 +35,32 @@ class Hello:
     model_fingerprint: bytes = b""
     boot_id: int = 0
     last_epoch: int = 0
+    enforces_structure: bool = False
+    reloads_weights: bool = False
+    weight_epoch: int = 0
 
     @property
     def has_epochs(self) -> bool:
         """Whether it names its epoch in every result, and shows that it lives while it computes."""
         return self.protocol_version >= _FIRST_WITH_EPOCHS
 
-    def check_same_model(self, other: "Hello") -> None:
-        """Raise ConfigurationError, with both sides' models, unless what the two compute is the same."""
-        fingerprints = {self.model_fingerprint, other.model_fingerprint} - {b""}
-        if self.model != other.model or len(fingerprints) > 1:
+    def has_weights_of(self, other: "Hello") -> bool:
+        """Whether the two compute the same, as far as both say."""
+        return len({self.model_fingerprint, other.model_fingerprint} - {b""}) < 2
+
+    def check_same_model(self, others: Sequence["Hello"], *, may_differ: bool = False) -> None:
+        """Raise ConfigurationError, with both sides' models, unless this worker computes the same as those attached.
+
+        Those may differ in their weights, where a reload is under way or has failed half way: then it must have those
+        of one of them. `may_differ`: or any.
+        """
+        stranger = next((other for other in others if other.model != self.model), None)
+        if stranger is None and others and not may_differ and not any(map(self.has_weights_of, others)):
+            stranger = others[0]
+        if stranger is not None:
             raise ConfigurationError(
-                f"the worker has {self._describe_model()} and those that are attached have {other._describe_model()};"
-                " give all workers of an engine the same model."
+                f"the worker has {self._describe_model()} and those that are attached have"
+                f" {stranger._describe_model()}; give all workers of an engine the same model."
             )
 
     def _describe_model(self) -> str:

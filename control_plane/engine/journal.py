@@ -51,6 +51,7 @@ class Journal:
         self._file = JournalFile(path)
         self._failure: UnavailableError | None = None
         self._next_number = self._file.next_number
+        self.num_commits = 0
         self._items: queue.SimpleQueue[_Write | _Find | None] = queue.SimpleQueue()
         self._next_deletion = 0.0
         self._writer = threading.Thread(target=self._run, name="journal", daemon=True)
@@ -113,6 +114,7 @@ class Journal:
         if writes and self._failure is None:
             try:
                 self._file.append([write.entry for write in writes], self._clock())
+                self.num_commits += 1
             except (sqlite3.Error, OSError) as error:
                 self._fail(error)
         for write in writes:

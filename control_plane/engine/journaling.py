@@ -20,6 +20,7 @@ from blockplane.control_plane.engine.request import Request
 from blockplane.control_plane.engine.samples import samples_of
 from blockplane.control_plane.engine.slots import Slots
 from blockplane.control_plane.engine.step import StepOutputs
+from blockplane.control_plane.engine.step_log import StepLog
 from blockplane.protos import delivery_wire as wire
 from blockplane.protos.delivery import Ending, Resumed, Submission
 from blockplane.protos.errors import UnavailableError
@@ -73,14 +74,24 @@ class RestoredRequest:
 class Journaling:
     """The engine's side of its journal. All callbacks come in its event loop, in the order of what they answer."""
 
-    def __init__(self, journal: Journal, on_committed: Callable[[StepOutputs], None], on_failure: Callable[[], None]):
-        """`on_committed` hears of outputs once they are in the file, `on_failure` once that the file failed."""
+    def __init__(
+        self,
+        journal: Journal,
+        on_committed: Callable[[StepOutputs, StepLog | None], None],
+        on_failure: Callable[[], None],
+    ) -> None:
+        """`on_committed` hears of what was settled once it is in the file, `on_failure` once that the file failed."""
         self.slots = Slots()
         self.failure: UnavailableError | None = None
         """Why nothing can be written any more; None = it can."""
         self._journal = journal
         self._on_committed, self._on_failure = on_committed, on_failure
         self._loop = asyncio.get_running_loop()
+
+    @property
+    def num_commits(self) -> int:
+        """Of the file, so far."""
+        return self._journal.num_commits
 
     def close(self) -> None:
         self._journal.close()
@@ -128,7 +139,7 @@ class Journaling:
         )
         self._write(JournalEntry((accepted,)), None)
 
-    def settle(self, outputs: StepOutputs) -> None:
+    def settle(self, outputs: StepOutputs, steps: StepLog | None = None) -> None:
         """Note new tokens and ends; `on_committed` delivers them."""
         endings = tuple(
             SampleEnding(
@@ -137,21 +148,21 @@ class Journaling:
             )
             for request, outcome in outputs.finished
         )
-        self._write(JournalEntry((), self.slots.numbers(outputs), outputs.token_ids, endings), outputs)
+        self._write(JournalEntry((), self.slots.numbers(outputs), outputs.token_ids, endings), outputs, steps)
 
-    def _write(self, entry: JournalEntry, outputs: StepOutputs | None) -> None:
+    def _write(self, entry: JournalEntry, outputs: StepOutputs | None, steps: StepLog | None = None) -> None:
         def done(error: UnavailableError | None) -> None:
-            self._loop.call_soon_threadsafe(self._written, outputs, error)
+            self._loop.call_soon_threadsafe(self._written, outputs, steps, error)
 
         self._journal.write(entry, done)
 
-    def _written(self, outputs: StepOutputs | None, error: UnavailableError | None) -> None:
+    def _written(self, outputs: StepOutputs | None, steps: StepLog | None, error: UnavailableError | None) -> None:
         if error is not None:
             if self.failure is None:
                 self.failure = error
                 self._on_failure()
         elif outputs is not None:
-            self._on_committed(outputs)
+            self._on_committed(outputs, steps)
 
     # -- resuming ------------------------------------------------------------------------------------------------------
 

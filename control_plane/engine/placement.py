@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from blockplane.control_plane.engine.group import WorkerGroup
+from blockplane.control_plane.engine.group import RELOADING, WorkerGroup
 from blockplane.control_plane.engine.groups import Groups
 from blockplane.control_plane.engine.request import Request
 from blockplane.control_plane.engine.step import StepOutputs
@@ -17,7 +17,9 @@ from blockplane.protos.errors import (
     BlockplaneError,
     CapacityError,
     InvalidRequestError,
+    QueueFullError,
     UnavailableError,
+    UnsupportedError,
     WorkerKilledError,
 )
 
@@ -54,14 +56,22 @@ class Placement:
         Raises:
             UnavailableError: no group serves.
             CapacityError, InvalidRequestError: as every group's scheduler says.
+            UnsupportedError: no group's worker knows what they ask for.
         """
         error: BlockplaneError = UnavailableError("no worker is ready; retry once the service's health is SERVING.")
         groups = self._groups.may_serve()
         for group in groups if len(groups) == 1 else sorted(groups, key=self._load):
             try:
+                group.check_can_serve(requests[0])
                 group.scheduler.add(requests, now)
+            except UnsupportedError as refusal:
+                # What another group says of room is the better answer.
+                error = refusal if isinstance(error, UnavailableError) else error
+                continue
             except (CapacityError, InvalidRequestError) as refusal:
-                error = refusal
+                # That none may wait is said only where it is so at every group.
+                is_said = isinstance(refusal, QueueFullError) and isinstance(error, CapacityError | InvalidRequestError)
+                error = error if is_said else refusal
                 continue
             for request in requests:
                 request.group = group.number
@@ -110,13 +120,14 @@ class Placement:
         if group is self._trial:
             got = set(zip(outputs.owners.tolist(), outputs.stream_ids.tolist(), strict=True))
             self._clear([one for one in self._suspects.cohort if (one.owner, one.stream_id) in got])
-        if group.is_leaving:
-            self._move_away(group)
+        if group.emptied_for:
+            self.empty(group)
 
     # -- groups come and go --------------------------------------------------------------------------------------------
 
     def welcome(self, group: WorkerGroup) -> None:
-        """A group is ready: whoever is held goes on, and others give it of those that wait."""
+        """A group serves from now on: whoever is held goes on, and others give it of those that wait."""
+        group.work.set()
         name = group.model.name
         if self._model_name not in ("", name):
             gone = UnavailableError(f"the model {self._model_name} is no longer served; {name} is.")
@@ -126,14 +137,14 @@ class Placement:
         self._settle()
         self._share_with(group)
         for other in self._groups:
-            if other.is_leaving:
-                self._move_away(other)
+            if other.emptied_for:
+                self.empty(other)
 
     def lose(self, group: WorkerGroup) -> None:
         """A group's worker is gone: its requests go on elsewhere, or are held; those that it may have died of wait."""
         unfinished, unanswered = group.scheduler.lose()
         self._groups.lose(group)
-        self._hold(unfinished)
+        self._hold(unfinished, group)
         for request in self._suspects.lost(unanswered):
             self._fail(
                 request,
@@ -144,35 +155,47 @@ class Placement:
             )
         self._settle()
 
-    def leave(self, group: WorkerGroup) -> None:
-        """A group's worker wants to go: its requests move once its steps are answered, or end here if none can."""
-        group.is_leaving = True
-        self._move_away(group)
+    def empty(self, group: WorkerGroup) -> None:
+        """A group is to serve no more: its requests move once its steps are answered, or end there if none can.
 
-    def may_plan(self, group: WorkerGroup) -> bool:
-        """Whether a group's requests are to be computed on: not if they are about to move."""
-        return not group.is_leaving or not self._groups.may_serve()
-
-    def _move_away(self, group: WorkerGroup) -> None:
-        if self._groups.may_serve() and not group.has_in_flight and group.scheduler.num_unfinished:
-            self._hold(group.scheduler.unfinished())
+        Where others serve, but with other weights, only those move that have not begun.
+        """
+        scheduler, ends_there = group.scheduler, self._ends_there(group)
+        if not ends_there and not group.has_in_flight:
+            self._hold(scheduler.unfinished(), group)
+            self._settle()
+        elif scheduler.waiting and self._groups.may_serve():
+            self._hold(scheduler.give_away(len(scheduler.waiting), begun_too=not ends_there), group)
             self._settle()
         # Its driver looks whether anything is left.
         group.work.set()
+
+    def may_plan(self, group: WorkerGroup) -> bool:
+        """Whether a group's requests are to be computed on: not if they are about to move."""
+        return not group.emptied_for or self._ends_there(group)
+
+    def _ends_there(self, group: WorkerGroup) -> bool:
+        """Whether what has begun at a group that is emptied may end there, and nobody goes on with the same weights."""
+        return group.may_finish and not any(
+            other.hello.has_weights_of(group.hello) for other in self._groups.may_serve()
+        )
 
     def _share_with(self, group: WorkerGroup) -> None:
         """Give a group that has nothing to do its share of what waits at each of the others."""
         serving = self._groups.may_serve()
         for other in serving:
             if other is not group and other is not self._trial:
-                self._hold(other.scheduler.give_away(len(other.scheduler.waiting) // len(serving)))
+                self._hold(other.scheduler.give_away(len(other.scheduler.waiting) // len(serving)), other)
         self._settle()
 
     # -- held requests -------------------------------------------------------------------------------------------------
 
-    def _hold(self, requests: Iterable[Request]) -> None:
+    def _hold(self, requests: Iterable[Request], group: WorkerGroup | None = None) -> None:
+        """`group`: where they were; None = at none."""
         for request in requests:
             request.group = None
+            if group is not None:
+                request.weights = group.hello.model_fingerprint
             self._held[request] = None
 
     def _settle(self) -> None:
@@ -191,7 +214,7 @@ class Placement:
     def _resume(self, request: Request, group: WorkerGroup) -> None:
         try:
             group.resume(request)
-        except (CapacityError, InvalidRequestError) as error:
+        except (CapacityError, InvalidRequestError, UnsupportedError) as error:
             self._fail(request, error)
         else:
             del self._held[request]
@@ -199,7 +222,10 @@ class Placement:
     def _choose(self, request: Request, loads: dict[WorkerGroup, tuple[bool, int]]) -> WorkerGroup | None:
         """The group that a held request is to go on at; None = it is not its turn."""
         if request not in self._suspects:
-            return min(loads, key=loads.__getitem__)
+            # Where none can, the one that is asked says so; where none has its weights, others compute it anew.
+            able = [group for group in loads if group.can_serve(request)] or list(loads)
+            alike = [group for group in able if group.goes_on_with(request)]
+            return min(alike or able, key=loads.__getitem__)
         if request not in self._suspects.cohort:
             return None
         if self._trial not in loads:
@@ -217,7 +243,9 @@ class Placement:
             self._settle()
 
     def _arm_stop(self) -> None:
-        is_stuck = bool(self._held) and not self._groups.may_serve()
+        # Whoever reads weights shows that it lives, and serves again then.
+        may_come = any(RELOADING in group.emptied_for for group in self._groups)
+        is_stuck = bool(self._held) and not may_come and not self._groups.may_serve()
         if self._stop_holding is not None and not is_stuck:
             self._stop_holding.cancel()
             self._stop_holding = None

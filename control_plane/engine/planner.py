@@ -16,6 +16,7 @@ from blockplane.control_plane.engine.running import Running
 from blockplane.control_plane.engine.step import Draft, Segment
 from blockplane.control_plane.engine.waiting import WaitingQueue
 from blockplane.protos.plan import Admission, IntArray
+from blockplane.protos.trace_context import trace_mark
 
 logger = logging.getLogger(__name__)
 
@@ -232,7 +233,7 @@ class Planner:
         """Take the last in rank its blocks away; it waits at its rank and is computed anew, its output included."""
         request = max((request for request in self._rows.requests if request is not None), key=lambda r: r.rank)
         assert request.row is not None
-        logger.info("request %s gives up its blocks and waits", request.request_id)
+        logger.info("request %s gives up its blocks and waits%s", request.request_id, trace_mark(request.traceparent))
         draft.may_admit = False
         self.num_preemptions += 1
         self._running.vacate(request.row)

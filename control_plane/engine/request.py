@@ -15,6 +15,8 @@ class Request:
     Attributes:
         request_id: the caller's; the samples of one prompt have it in common.
         token_ids: int32, prompt and output as far as known when it last had no row; a row keeps its own.
+        caller: whom it belongs to; empty = anybody.
+        traceparent: W3C trace context of its call; empty = it had none.
         params: as the caller set them.
         seed: the caller's, or drawn once, when the request was accepted.
         owner, stream_id: whoever submitted it and their number for it; handed back with each output, never looked into.
@@ -30,6 +32,7 @@ class Request:
             whose log-probabilities were handed out.
         behind: a request that computes the blocks which this one needs next, and how many those are; None = nobody.
         last_step: the last step that may still answer for it while it waits.
+        weights: the fingerprint of those that its output was computed with; empty = nobody knows, or there is none.
         is_parked: its client does not read; it has no row and does not wait for one either, until that is over.
         ended: nothing of it may be delivered or scheduled any more.
     """
@@ -41,6 +44,8 @@ class Request:
     seed: int
     owner: int = 0
     stream_id: int = 0
+    caller: str = ""
+    traceparent: str = ""
     priority: int = 0
     rank: tuple[float, int] = (0.0, 0)
     cache_salt: str = ""
@@ -52,6 +57,7 @@ class Request:
     num_prompt_told: int = 1
     behind: tuple["Request", int] | None = None
     last_step: int = 0
+    weights: bytes = b""
     is_parked: bool = False
     ended: bool = False
 
@@ -59,6 +65,11 @@ class Request:
     def num_tokens(self) -> int:
         """Known tokens, as of when it last had no row."""
         return len(self.token_ids)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has output, as of when it last had no row."""
+        return len(self.token_ids) > self.num_prompt_tokens
 
     def append(self, token_id: int) -> None:
         """Take a token that was computed in a row which the request has lost."""

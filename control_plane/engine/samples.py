@@ -13,9 +13,11 @@ from blockplane.protos.sampling import MAX_SAMPLES, check_sampling_params, check
 def check_submission(submission: Submission, vocab_size: int) -> None:
     """Raise InvalidRequestError unless any model of that vocabulary could serve it."""
     if not 1 <= submission.num_samples <= MAX_SAMPLES:
-        raise InvalidRequestError(f"{submission.num_samples} samples are asked for; ask for 1 to {MAX_SAMPLES}.")
+        raise InvalidRequestError(
+            f"{submission.num_samples} samples are asked for; ask for 1 to {MAX_SAMPLES}.", "num_samples"
+        )
     if not submission.prompt_token_ids.size:
-        raise InvalidRequestError("the prompt holds no token; send at least one.")
+        raise InvalidRequestError("the prompt holds no token; send at least one.", "prompt")
     check_token_ids("prompt", submission.prompt_token_ids, vocab_size)
     check_sampling_params(submission.params, vocab_size)
 
@@ -43,6 +45,8 @@ def samples_of(submission: Submission, owner: int = 0) -> list[Request]:
             seed=_sample_seed(seed, index),
             owner=owner,
             stream_id=submission.stream_id + index,
+            caller=submission.caller,
+            traceparent=submission.traceparent,
             priority=submission.priority,
             cache_salt=submission.cache_salt,
             skip_prefix_cache=submission.skip_prefix_cache,

@@ -83,9 +83,13 @@ class Scheduler:
         else:
             self._planner.enqueue(request)
 
-    def give_away(self, num_requests: int) -> list[Request]:
-        """Take the first so many out that wait, so that others serve them; those that an answer may be for stay."""
-        free = [request for request in self.waiting if request.last_step <= self.num_answered][:num_requests]
+    def give_away(self, num_requests: int, *, begun_too: bool = True) -> list[Request]:
+        """Take the first so many out that wait, so that others serve them; those that an answer may be for stay.
+
+        `begun_too`: also those that have output.
+        """
+        answered = (request for request in self.waiting if request.last_step <= self.num_answered)
+        free = [request for request in answered if begun_too or not request.has_begun][:num_requests]
         for request in free:
             self.waiting.remove(request)
         return free
@@ -203,7 +207,8 @@ class Scheduler:
         max_model_len = self.configure.max_model_len
         if request.num_tokens >= max_model_len:
             raise InvalidRequestError(
-                f"a prompt of {request.num_tokens} tokens leaves no room in max_model_len {max_model_len}; shorten it."
+                f"a prompt of {request.num_tokens} tokens leaves no room in max_model_len {max_model_len}; shorten it.",
+                "prompt",
             )
         if request.num_tokens > self.blocks.capacity:
             raise CapacityError(

@@ -21,7 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class EngineServer(EngineServicer):
-    """Serves `blockplane.v1.Engine`: everything attaches here, and a lost peer is a closed stream."""
+    """Serves `blockplane.v1.Engine`: everything attaches here, and a lost peer is a closed stream.
+
+    Its errors end a call as its server's `FaultReports` has it.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -33,16 +36,20 @@ class EngineServer(EngineServicer):
     ) -> None:
         try:
             group = self._engine.attach_worker(await _read_hello(request_iterator))
+            group.peer = context.peer()
         except BlockplaneError as error:
             logger.warning("refused a worker: %s", error)
-            await context.abort(error.status, str(error))
+            raise
         try:
             await WorkerDriver(self._engine, group, request_iterator, context).run()
             logger.info("worker %d has left", group.number)
         except BlockplaneError as error:
             level = logging.INFO if isinstance(error, UnavailableError) else logging.ERROR
             logger.log(level, "worker %d is lost: %s", group.number, error)
-            await context.abort(error.status, str(error))
+            raise
+        except asyncio.CancelledError:
+            logger.info("worker %d is lost: its connection broke, or this engine ended it.", group.number)
+            raise
         finally:
             self._engine.detach_worker(group)
 
@@ -57,8 +64,6 @@ class EngineServer(EngineServicer):
         try:
             while True:
                 yield delivery_wire.delivery_to_proto(await outbox.take())
-        except BlockplaneError as error:
-            await context.abort(error.status, str(error))
         finally:
             reader.cancel()
             self._engine.detach_frontend(owner)
@@ -83,8 +88,6 @@ class EngineServer(EngineServicer):
         try:
             while True:
                 yield kv_events_wire.kv_event_batch_to_proto(await watcher.take())
-        except BlockplaneError as error:
-            await context.abort(error.status, str(error))
         finally:
             self._engine.unwatch(watcher)
 
@@ -93,10 +96,7 @@ class EngineServer(EngineServicer):
         request: pb.ResetPrefixCacheRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> pb.ResetPrefixCacheResponse:
-        try:
-            self._engine.reset_prefix_cache()
-        except BlockplaneError as error:
-            await context.abort(error.status, str(error))
+        self._engine.reset_prefix_cache()
         return pb.ResetPrefixCacheResponse()
 
     async def GetStatistics(
@@ -104,10 +104,7 @@ class EngineServer(EngineServicer):
         request: pb.GetStatisticsRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> pb.GetStatisticsResponse:
-        try:
-            return wire.statistics_to_proto(self._engine.statistics())
-        except BlockplaneError as error:
-            await context.abort(error.status, str(error))
+        return wire.statistics_to_proto(self._engine.statistics())
 
 
 async def _read_hello(messages: AsyncIterator[pb.AttachWorkerRequest]) -> Hello:
@@ -127,6 +124,9 @@ async def _read_hello(messages: AsyncIterator[pb.AttachWorkerRequest]) -> Hello:
         model_fingerprint=hello.model_fingerprint,
         boot_id=hello.boot_id,
         last_epoch=hello.last_epoch,
+        enforces_structure=hello.enforces_structure,
+        reloads_weights=hello.reloads_weights,
+        weight_epoch=hello.weight_epoch,
     )
 
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from itertools import count
 
 from blockplane.control_plane.engine.request import Request
-from blockplane.protos.errors import CapacityError
+from blockplane.protos.errors import CapacityError, QueueFullError
+from blockplane.protos.histogram import Histogram
 
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.1, 60.0
 
@@ -17,9 +18,13 @@ class WaitingQueue:
     never changes, and ranks decide who is preempted too.
     """
 
-    def __init__(self, max_requests: int, max_tokens: int, priority_seconds: float) -> None:
+    def __init__(
+        self, max_requests: int, max_tokens: int, priority_seconds: float, queue_seconds: Histogram | None = None
+    ) -> None:
+        """`queue_seconds` gets how long each request waited for its first row; None = nobody asks."""
         self._max_requests, self._max_tokens = max_requests, max_tokens
         self._priority_seconds = priority_seconds
+        self._queue_seconds = queue_seconds
         self._requests: list[Request] = []
         self._numbers = count()
         self.num_tokens = 0
@@ -39,9 +44,12 @@ class WaitingQueue:
         return self._requests[:num_requests]
 
     def check_room(self, num_requests: int, num_tokens: int) -> None:
-        """Raise CapacityError, with a hint when to come again, unless so many more may wait."""
+        """Raise CapacityError, with a hint when to come again, unless so many more may wait; where not even one may,
+        QueueFullError.
+        """
         if len(self) + num_requests > self._max_requests:
-            raise self._refusal(f"{len(self)} requests wait and {self._max_requests} may", num_requests)
+            kind = QueueFullError if len(self) >= self._max_requests else CapacityError
+            raise self._refusal(f"{len(self)} requests wait and {self._max_requests} may", num_requests, kind)
         # A request longer than the bound waits alone rather than never.
         if self._requests and self.num_tokens + num_tokens > self._max_tokens:
             excess = self.num_tokens + num_tokens - self._max_tokens
@@ -79,15 +87,18 @@ class WaitingQueue:
     def serve(self, request: Request, now: float) -> None:
         """Remove a request since it gets a row."""
         self.remove(request)
+        if self._queue_seconds is not None and request.num_cached_tokens is None:
+            came_at = request.rank[0] - request.priority * self._priority_seconds
+            self._queue_seconds.observe(now - came_at)
         if self._last_served is not None:
             # A mean over about the last ten.
             self._seconds_per_request += (now - self._last_served - self._seconds_per_request) / 10
         self._last_served = now
 
-    def _refusal(self, reason: str, num_in_the_way: int) -> CapacityError:
+    def _refusal(self, reason: str, num_in_the_way: int, kind: type[CapacityError] = CapacityError) -> CapacityError:
         seconds = num_in_the_way * self._seconds_per_request
         seconds = min(max(seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
-        return CapacityError(f"{reason}; retry in {seconds:.1f} s.", retry_after_seconds=seconds)
+        return kind(f"{reason}; retry in {seconds:.1f} s.", retry_after_seconds=seconds)
 
 
 def _rank(request: Request) -> tuple[float, int]:

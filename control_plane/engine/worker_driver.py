@@ -68,6 +68,8 @@ class WorkerDriver:
         """What comes rarely."""
         if kind == "leaving":
             self._engine.worker_leaves(self._group)
+        elif kind == "reloaded":
+            self._engine.reloads.answered(self._group, message.reloaded.model_fingerprint, message.reloaded.failure)
         elif kind == "fault":
             raise UnavailableError(f"the worker gave up: {message.fault.message}")
         elif kind == "ready" and not self._group.is_ready:
@@ -83,6 +85,9 @@ class WorkerDriver:
             await group.work.wait()
             group.work.clear()
             await self._send()
+            if (model := group.take_reload()) is not None:
+                # The group is empty: nobody else sends.
+                await self._context.write(pb.AttachWorkerResponse(reload=pb.ReloadWeights(model=model)))
         if group.is_lost:
             raise UnavailableError("the worker has attached anew.")
 
@@ -95,10 +100,12 @@ class WorkerDriver:
         self._is_sending = True
         try:
             while group.is_ready and not group.is_lost and (plan := engine.next_plan(group)) is not None:
-                await self._context.write(pb.AttachWorkerResponse(plan=wire.plan_to_proto(plan)))
+                message = pb.AttachWorkerResponse(plan=wire.plan_to_proto(plan))
+                group.steps.sent(message.ByteSize())
+                await self._context.write(message)
         finally:
             self._is_sending = False
-        engine.flush()
+        engine.flush(group.steps)
 
     async def _watch(self) -> None:
         while True:

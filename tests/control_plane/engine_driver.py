@@ -19,7 +19,7 @@ from blockplane.protos.wire import PROTOCOL_VERSION
 
 LAYERS = (LayerKVSpec("layers.0.self_attn", num_kv_heads=1, head_dim=8, dtype="float32"),)
 BYTES_PER_BLOCK = 2 * 16 * 8 * 4
-PARAMS = {"max_tokens", "temperature", "seed", "stop_token_ids", "ignore_eos"}
+PARAMS = {"max_tokens", "temperature", "seed", "stop_token_ids", "ignore_eos", "structured"}
 
 
 class Clock:

@@ -10,8 +10,10 @@ import grpc
 import numpy as np
 from engine_driver import outcomes_of, tokens_of
 
+from blockplane.control_plane.engine.admin import AdminServer
 from blockplane.control_plane.engine.engine import Engine
 from blockplane.control_plane.engine.server import EngineServer
+from blockplane.control_plane.faults import FaultReports
 from blockplane.protos import delivery_wire, wire
 from blockplane.protos.buckets import BucketRules
 from blockplane.protos.config import load_config
@@ -20,6 +22,7 @@ from blockplane.protos.model import GenerationDefaults, ModelInfo
 from blockplane.protos.plan import StepPlan, StepResult
 from blockplane.protos.sampling import SamplingParams
 from blockplane.v1 import engine_pb2 as pb
+from blockplane.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from blockplane.v1.engine_pb2_grpc import EngineStub, add_EngineServicer_to_server
 
 MODEL = ModelInfo("m", 100, 64, (1,), None, b"", GenerationDefaults())
@@ -145,12 +148,20 @@ class SocketFrontend:
 @asynccontextmanager
 async def served_engine(engine: Engine | None = None) -> AsyncIterator[EngineStub]:
     """An engine behind a socket; yields the way to it."""
-    server = grpc.aio.server()
-    add_EngineServicer_to_server(EngineServer(engine or Engine(load_config({}, {}))), server)
+    async with channel_to(engine or Engine(load_config({}, {}))) as channel:
+        yield EngineStub(channel)
+
+
+@asynccontextmanager
+async def channel_to(engine: Engine) -> AsyncIterator[grpc.aio.Channel]:
+    """The same, for whoever wants its operators' service too."""
+    server = grpc.aio.server(interceptors=[FaultReports()])
+    add_EngineServicer_to_server(EngineServer(engine), server)
+    add_AdminServicer_to_server(AdminServer(engine), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield EngineStub(channel)
+            yield channel
     finally:
         await server.stop(None)

@@ -33,6 +33,19 @@ async def test_an_aborted_id_ends_its_stream_and_may_be_used_again(engine: Engin
 
 
 @in_loop
+async def test_an_id_is_aborted_by_its_own_caller_alone(engine: Engine) -> None:
+    worker = Worker(engine)
+    frontend = await attached(engine)
+    frontend.submit(1, "a", caller="alice", max_tokens=2)
+    frontend.send(aborted_request_ids=("a",))
+    frontend.send(aborted_request_ids=("x", "a"), aborting_callers=("alice", "bob"))
+    worker.step()
+    assert tokens_of(await frontend.take()) == {1: [7]}
+    frontend.send(aborted_request_ids=("x", "a"), aborting_callers=("bob", "alice"))
+    assert isinstance(outcomes_of(await frontend.take())[1], AbortedError)
+
+
+@in_loop
 async def test_a_stream_that_its_client_left_hears_its_end_once_and_is_computed_no_more(engine: Engine) -> None:
     worker = Worker(engine)
     frontend = await attached(engine)

@@ -14,7 +14,12 @@ from blockplane.protos.errors import (
     ConfigurationError,
     DeadlineError,
     ProtocolError,
+    QueueFullError,
+    UnsupportedError,
 )
+from blockplane.protos.structured import StructuredOutput
+
+STRUCTURED = StructuredOutput("json_object")
 
 # -- which group -------------------------------------------------------------------------------------------------------
 
@@ -46,9 +51,63 @@ async def test_a_full_queue_sends_requests_to_the_other_group_and_two_full_ones_
     for stream_id in range(3):
         frontend.submit(stream_id, str(stream_id), length=30 if stream_id == 0 else 3)
     assert {stream_id: type(outcome) for stream_id, outcome in outcomes_of(await frontend.take()).items()} == {
-        2: CapacityError
+        2: QueueFullError
     }
     assert all(worker.step() is not None for worker in workers)
+
+
+@in_loop
+async def test_that_none_may_wait_is_said_only_where_it_is_so_at_every_group(engine: Engine) -> None:
+    """The first group has one request, whose tokens leave no room for a long prompt, and is asked last or first; the
+    second has as many requests as it may.
+    """
+    for *lengths, long in ((45, 3, 3, 30), (30, 20, 20, 25)):
+        engine = Engine(load_config({"max_waiting_requests": "2", "max_waiting_tokens": "50"}, {}))
+        workers = Worker(engine), Worker(engine)
+        frontend = await attached(engine)
+        for stream_id, length in enumerate((*lengths, long, 3)):
+            frontend.submit(stream_id, str(stream_id), length=length)
+        assert {stream_id: type(outcome) for stream_id, outcome in outcomes_of(await frontend.take()).items()} == {
+            3: CapacityError
+        }
+        assert [len(worker.group.scheduler.waiting) for worker in workers] == [2, 2], "a short one found room"
+
+
+@in_loop
+async def test_structured_output_goes_where_it_is_known_and_is_refused_where_it_is_not(engine: Engine) -> None:
+    """As while workers are upgraded one after the other."""
+    older = Worker(engine)
+    frontend = await attached(engine)
+    frontend.submit(1, "a", structured=STRUCTURED)
+    outcome = outcomes_of(await frontend.take())[1]
+    assert isinstance(outcome, UnsupportedError)
+    assert "structured output" in str(outcome)
+    newer = Worker(engine, enforces_structure=True)
+    frontend.submit(2, "b", length=30, structured=STRUCTURED)
+    frontend.submit(3, "c", length=3, structured=STRUCTURED)
+    frontend.submit(4, "d", length=3)
+    plans = older.plan(), newer.plan()
+    admitted = [[len(admission.token_ids) for admission in plan.admissions] for plan in plans if plan is not None]
+    assert admitted == [[3], [30, 3]]
+    assert plans[1] is not None
+    assert [admission.params.structured for admission in plans[1].admissions] == [STRUCTURED] * 2
+
+
+@in_loop
+async def test_structured_output_goes_on_where_it_is_known_and_ends_where_nobody_is_left(engine: Engine) -> None:
+    one, other = Worker(engine, enforces_structure=True), Worker(engine, enforces_structure=True)
+    older, frontend = Worker(engine), await attached(engine)
+    frontend.submit(1, "a", structured=STRUCTURED)
+    frontend.submit(2, "b", length=30, structured=STRUCTURED)
+    frontend.submit(3, "c", structured=STRUCTURED)
+    assert one.plan() is not None
+    one.lose()
+    assert older.plan() is None, "it had the fewest tokens"
+    other.lose()
+    outcomes = outcomes_of(await frontend.take())
+    assert {stream_id: type(outcome) for stream_id, outcome in outcomes.items()} == dict.fromkeys(
+        (1, 2, 3), UnsupportedError
+    )
 
 
 @pytest.mark.parametrize("other", ["another name", "another fingerprint"])

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc
 import numpy as np
@@ -60,9 +61,9 @@ def test_a_plan_is_on_its_way_before_what_the_last_answer_gave_is_delivered() ->
         events = []
         plan_to_proto, flush = wire.plan_to_proto, engine.flush
 
-        def note_flush() -> None:
+        def note_flush(*steps: Any) -> None:
             events.append("delivery")
-            flush()
+            flush(*steps)
 
         engine.flush = note_flush  # type: ignore[method-assign]
         with pytest.MonkeyPatch.context() as patch:
@@ -137,6 +138,21 @@ def test_a_worker_that_says_what_is_wrong_with_it_is_lost_with_its_words() -> No
         assert "row 9 is unknown" in await worker.call.details()
 
     over_sockets(scenario)
+
+
+def test_a_worker_whose_stream_is_cut_off_is_lost_with_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(engine: Engine, stub: EngineStub) -> None:
+        worker = await ready_worker(stub)
+        worker.call.cancel()
+        async with asyncio.timeout(10):
+            while engine.groups():
+                await asyncio.sleep(0.01)
+
+    with caplog.at_level("INFO"):
+        over_sockets(scenario)
+    assert [record.message for record in caplog.records if "is lost" in record.message] == [
+        "worker 0 is lost: its connection broke, or this engine ended it."
+    ]
 
 
 def test_a_worker_of_the_version_before_is_served_without_epochs_and_signs_of_life() -> None:
