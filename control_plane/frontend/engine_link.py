@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import repeat
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import grpc
 
 from blockplane.control_plane.frontend.token_stream import Reader, TokenStream
 from blockplane.protos import delivery_wire as wire
+from blockplane.protos.access import access_of
 from blockplane.protos.channel import RECONNECT_SECONDS, peer_options
 from blockplane.protos.config import Config
 from blockplane.protos.delivery import Delivery, FrontendBatch, Resumption, Submission
-from blockplane.protos.errors import BlockplaneError, UnavailableError, error_of_status
+from blockplane.protos.error_details import error_of_call
+from blockplane.protos.errors import BlockplaneError, UnavailableError
 from blockplane.protos.model import ModelInfo
 from blockplane.protos.sampling import MAX_SAMPLES
 from blockplane.v1 import engine_pb2 as pb
 from blockplane.v1.engine_pb2_grpc import EngineStub
+
+if TYPE_CHECKING:
+    # Stubs alone know the type of a stub whose channel is asynchronous.
+    from blockplane.v1.engine_pb2_grpc import EngineAsyncStub
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +47,34 @@ class EngineLink:
         self._is_idle.set()
         self._next_stream_id = 0
         self._attached = False
+        self._stub: EngineAsyncStub | None = None
+        self.metadata: tuple[tuple[str, str], ...] = ()
+        """What a call of the engine shows."""
         # What the next batch takes along.
         self._submissions: list[Submission] = []
         self._aborted_stream_ids: list[int] = []
-        self._aborted_request_ids: list[str] = []
+        self._aborts: list[tuple[str, str]] = []
+        """Request ids, and whose they are."""
         self._resumptions: list[Resumption] = []
         self._parking: dict[int, bool] = {}
         """Streams that are to be parked, and those that are no longer."""
         self._has_news = asyncio.Event()
+
+    @property
+    def num_streams(self) -> int:
+        """How many are open."""
+        return len(self._streams)
+
+    @property
+    def is_attached(self) -> bool:
+        return self._attached
+
+    @property
+    def engine(self) -> EngineAsyncStub:
+        """What to ask the engine beside the stream with. Raises UnavailableError: there is no engine to ask."""
+        if self._stub is None or not self._attached:
+            raise _not_attached()
+        return self._stub
 
     def open(self, submission: Submission, reader: Reader) -> list[TokenStream]:
         """Submit a request, under stream ids that the link draws in place of the submission's own.
@@ -80,7 +107,7 @@ class EngineLink:
 
     def _new_streams(self, number: int, reader: Reader) -> list[TokenStream]:
         if not self._attached:
-            raise UnavailableError("the frontend is not attached to the engine; retry once health is SERVING.")
+            raise _not_attached()
         first_id, limit = self._next_stream_id, self._config.stream_buffer_tokens
         self._next_stream_id += number
         streams = [
@@ -110,9 +137,9 @@ class EngineLink:
         if not self._streams:
             self._is_idle.set()
 
-    def abort(self, request_ids: list[str]) -> None:
-        """Ask for the end of requests, whichever frontend they came through."""
-        self._aborted_request_ids += request_ids
+    def abort(self, request_ids: list[str], caller: str = "") -> None:
+        """Ask for the end of a caller's requests, whichever frontend they came through."""
+        self._aborts += ((request_id, caller) for request_id in request_ids)
         self._has_news.set()
 
     async def wait_until_idle(self) -> None:
@@ -136,21 +163,29 @@ class EngineLink:
     async def run(self) -> None:
         """Keep the stream up for ever. Raises BlockplaneError if the engine refuses this frontend for good."""
         address, options = self._config.engine_address, peer_options(self._config.worker_timeout_seconds)
+        access, last_reason = access_of(self._config), ""
         while True:
-            async with grpc.aio.insecure_channel(address, options=options) as channel:
+            reason = ""
+            self.metadata = access.metadata(address)
+            async with access.aio_channel(address, options) as channel:
                 try:
                     await self._run_attached(channel)
                 except grpc.aio.AioRpcError as error:
                     if error.code() != grpc.StatusCode.UNAVAILABLE:
-                        raise error_of_status(error.code(), error.details() or "") from None
+                        raise error_of_call(error) from None
+                    reason = error.details() or ""
                 finally:
                     was_attached = await self._lose()
             if was_attached:
                 logger.warning("lost the engine at %s", address)
+            elif reason != last_reason:
+                logger.info("not attached to %s: %s; trying again", address, reason)
+            last_reason = reason
             await asyncio.sleep(RECONNECT_SECONDS)
 
     async def _run_attached(self, channel: grpc.aio.Channel) -> None:
-        call = EngineStub(channel).AttachFrontend()
+        self._stub = EngineStub(channel)
+        call = self._stub.AttachFrontend(metadata=self.metadata)
         await call.write(wire.frontend_batch_to_proto(FrontendBatch()))
         writer = asyncio.create_task(self._write_batches(call))
         try:
@@ -170,10 +205,11 @@ class EngineLink:
             batch = FrontendBatch(
                 tuple(self._submissions),
                 tuple(self._aborted_stream_ids),
-                tuple(self._aborted_request_ids),
+                tuple(request_id for request_id, _ in self._aborts),
                 tuple(stream_id for stream_id, is_parked in self._parking.items() if is_parked),
                 tuple(stream_id for stream_id, is_parked in self._parking.items() if not is_parked),
                 tuple(self._resumptions),
+                tuple(caller for _, caller in self._aborts) if any(caller for _, caller in self._aborts) else (),
             )
             self._forget_news()
             await call.write(wire.frontend_batch_to_proto(batch))
@@ -182,8 +218,17 @@ class EngineLink:
         for resumed in delivery.resumed:
             if (stream := self._streams.get(resumed.stream_id)) is not None:
                 stream.put_resumed(resumed)
+        self._deliver_tokens(delivery)
+        for told in delivery.prompt_logprobs:
+            if (stream := self._streams.get(told.stream_id)) is not None:
+                stream.put_prompt_logprobs(told.logprobs)
+        for ending in delivery.endings:
+            if (stream := self._streams.get(ending.stream_id)) is not None:
+                stream.end(ending.outcome, ending.num_cached_tokens)
+
+    def _deliver_tokens(self, delivery: Delivery) -> None:
         token_ids = delivery.token_ids.tolist()
-        start = 0
+        start, now = 0, time.monotonic()
         stream_ids = delivery.stream_ids.tolist()
         counts = [1] * len(stream_ids) if delivery.num_tokens is None else delivery.num_tokens.tolist()
         logprobs = repeat(None) if delivery.logprobs is None else delivery.logprobs.split(counts)
@@ -191,13 +236,9 @@ class EngineLink:
             stream = self._streams.get(stream_id)
             if stream is not None:
                 stream.put(token_ids[start : start + num_tokens], of_tokens)
+                if stream.stopwatch is not None:
+                    stream.stopwatch.took(now)
             start += num_tokens
-        for told in delivery.prompt_logprobs:
-            if (stream := self._streams.get(told.stream_id)) is not None:
-                stream.put_prompt_logprobs(told.logprobs)
-        for ending in delivery.endings:
-            if (stream := self._streams.get(ending.stream_id)) is not None:
-                stream.end(ending.outcome, ending.num_cached_tokens)
 
     async def _lose(self) -> bool:
         """The engine is away, and with it every request that this frontend had there. Says whether it was attached."""
@@ -211,5 +252,9 @@ class EngineLink:
         return was_attached
 
     def _forget_news(self) -> None:
-        self._submissions, self._aborted_stream_ids, self._aborted_request_ids = [], [], []
+        self._submissions, self._aborted_stream_ids, self._aborts = [], [], []
         self._resumptions, self._parking = [], {}
+
+
+def _not_attached() -> UnavailableError:
+    return UnavailableError("the frontend is not attached to the engine; retry once health is SERVING.")

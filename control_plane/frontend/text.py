@@ -32,10 +32,20 @@ class Text:
         self._break = self._tokenizer.encode(_BREAK, add_special_tokens=False).ids
         self._lead = self._tokenizer.encode("a", add_special_tokens=False).ids
         self._lead_len = len(self.decode(self._lead))
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_tokens = {token_id: token.content for token_id, token in added.items() if token.special}
+        """What each of them is called, by id."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, behind the model's BOS token where it wants one."""
-        return self._prefix + self._tokenizer.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, max_tokens: int | None = None, *, add_bos_token: bool = True) -> list[int]:
+        """Token ids of a prompt, behind the model's BOS token where it wants one; of the prompt its last so that all
+        are at most `max_tokens`, 1 or more; None = all of it. What spells the BOS token is sent without another.
+        """
+        prefix = self._prefix if add_bos_token else []
+        # Of its ways the only one that lets other threads run, and the fastest: it does not say where tokens lie.
+        token_ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        if max_tokens is not None:
+            token_ids = token_ids[max(0, len(token_ids) + len(prefix) - max_tokens) :]
+        return prefix + token_ids
 
     def spellings(self, word: str) -> list[list[int]]:
         """The token sequences with which a word may come inside a text: behind no space and behind one.
@@ -53,23 +63,36 @@ class Text:
             return token_ids[len(self._break) :]
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a whole sequence, special tokens left out."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of a whole sequence."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def continuation(self, prompt_token_ids: Sequence[int]) -> "Continuation":
-        return Continuation(self, prompt_token_ids)
+    def name_of(self, token_id: int) -> str | None:
+        """What the vocabulary calls a token; None = it has none of that id."""
+        return self._tokenizer.id_to_token(token_id)
 
-    def piece(self, token_id: int, *, is_first: bool = False) -> bytes:
-        """What one token adds to a text, as UTF-8, which may begin or end inside a character; nothing if it is special.
+    def continuation(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> "Continuation":
+        return Continuation(self, prompt_token_ids, skip_special_tokens, spaces_between_special_tokens)
+
+    def piece(self, token_id: int, *, is_first: bool = False, skip_special_tokens: bool = True) -> bytes:
+        """What one token adds to a text, as UTF-8, which may begin or end inside a character; nothing if it is skipped.
 
         A decoder may strip the space before the first token of all, so that any other is decoded behind some text.
         """
-        text = self.decode([token_id]) if is_first else self.decode([*self._lead, token_id])[self._lead_len :]
+        if is_first:
+            text = self.decode([token_id], skip_special_tokens=skip_special_tokens)
+        else:
+            text = self.decode([*self._lead, token_id], skip_special_tokens=skip_special_tokens)[self._lead_len :]
         if _REPLACEMENT not in text:
             return text.encode()
         # No whole character by itself: only the token's name tells its bytes.
-        return _spelled_bytes(self._tokenizer.id_to_token(token_id) or "")
+        return _spelled_bytes(self.name_of(token_id) or "")
 
 
 class Continuation:
@@ -79,13 +102,23 @@ class Continuation:
     tells bytes that are no character as replacement characters as soon as they cannot become one.
     """
 
-    def __init__(self, text: Text, prompt_token_ids: Sequence[int]) -> None:
-        self._text = text
+    def __init__(
+        self,
+        text: Text,
+        prompt_token_ids: Sequence[int],
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool,
+    ) -> None:
+        self._text, self._skips = text, skip_special_tokens
+        self._closed_up = {} if skip_special_tokens or spaces_between_special_tokens else text.special_tokens
+        """Tokens that stand close to one of their like, by id."""
+        self._was_closed_up = False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._has_begun = any(text.piece(token_id) for token_id in prompt_token_ids)
+        pieces = (text.piece(token_id, skip_special_tokens=skip_special_tokens) for token_id in prompt_token_ids)
+        self._has_begun = any(pieces)
         # What the prompt says is told already, but for a character that it leaves open.
         for token_id in prompt_token_ids[-_MAX_OPEN_TOKENS:]:
-            self._decoder.decode(text.piece(token_id))
+            self._decoder.decode(text.piece(token_id, skip_special_tokens=skip_special_tokens))
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that can be told now that these tokens came."""
@@ -96,10 +129,14 @@ class Continuation:
         return self._decoder.decode(b"", final=True)
 
     def _piece(self, token_id: int) -> bytes:
-        piece = self._text.piece(token_id)
+        if self._closed_up:
+            was_closed_up, self._was_closed_up = self._was_closed_up, token_id in self._closed_up
+            if was_closed_up and self._was_closed_up:
+                return self._closed_up[token_id].encode()
+        piece = self._text.piece(token_id, skip_special_tokens=self._skips)
         if piece and not self._has_begun:
             self._has_begun = True
-            return self._text.piece(token_id, is_first=True)
+            return self._text.piece(token_id, is_first=True, skip_special_tokens=self._skips)
         return piece
 
 

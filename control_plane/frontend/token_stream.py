@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple
 
+from blockplane.control_plane.frontend.request_counts import Stopwatch
 from blockplane.protos.delivery import Resumed
 from blockplane.protos.errors import BlockplaneError
 from blockplane.protos.finish import FinishReason
@@ -35,6 +37,7 @@ class Reader:
     """
 
     def __init__(self, parked_seconds: float) -> None:
+        self.began_at = time.monotonic()
         self.filled = asyncio.Event()
         """Set whenever something comes on any of the streams, so that one wait is for them all."""
         self._parked_seconds = parked_seconds
@@ -86,6 +89,8 @@ class TokenStream:
         self.is_parked = False
         self.resumed: Resumed | None = None
         """What was before all that comes, where the stream goes on for an earlier one."""
+        self.stopwatch: Stopwatch | None = None
+        """What measures it; None = nothing does."""
         self._reader, self._limit, self._set_parked = reader, limit, set_parked
         self._tokens: deque[tuple[list[int], Logprobs | None]] = deque()
         self._prompt_logprobs: deque[Logprobs] = deque()

@@ -23,12 +23,12 @@ def play(tmp_path: Path) -> Play:
 def test_new_calls_are_refused_with_a_time_to_call_again_and_open_ones_end_by_themselves(play: Play) -> None:
     async def scenario(service: Service) -> None:
         call, submission = await service.submit()
-        draining = asyncio.create_task(service.inference.drain())
+        draining = asyncio.create_task(service.calls.drain())
         await asyncio.sleep(0)
         error = await failure_of(service.stub.Generate(pb.GenerateRequest(token_ids=PROMPT)))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert (error.details() or "").startswith("this frontend is stopping;")
-        assert list(error.trailing_metadata()) == [("grpc-retry-pushback-ms", "1000")]
+        assert dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
         assert not draining.done()
         service.deliver_text(submission.stream_id, "ok", Ending(submission.stream_id, "length"))
         response = await next_response(call)
@@ -45,7 +45,7 @@ def test_what_does_not_end_is_ended_unavailable_here_and_left_to_the_engine(play
         call, submission = await service.submit()
         service.deliver_text(submission.stream_id, "ok")
         assert (await next_response(call)).text == "ok"
-        draining = asyncio.create_task(service.inference.drain())
+        draining = asyncio.create_task(service.calls.drain())
         await asyncio.sleep(0)
         if cut_short:
             draining.cancel()
@@ -65,6 +65,6 @@ def test_an_idle_frontend_has_nothing_to_wait_for(play: Play) -> None:
         service.deliver({}, Ending(submission.stream_id, "length"))
         await next_response(call)
         assert await call.read() is grpc.aio.EOF
-        await asyncio.wait_for(service.inference.drain(), 1)
+        await asyncio.wait_for(service.calls.drain(), 1)
 
     play(scenario)

@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_tokenizers import KINDS
+from small_tokenizers import END, KINDS
 
-from blockplane.control_plane.frontend.output import Output
+from blockplane.control_plane.frontend.output import Output, TextParams
 
 SMALL = {kind: build() for kind, build in KINDS.items()}
 TEXT = {kind: small.text() for kind, small in SMALL.items()}
@@ -14,7 +14,7 @@ all_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def output_of(kind: str, *stop_texts: str) -> Output:
-    return Output(TEXT[kind].continuation(SMALL[kind].ids(b"hello")), stop_texts)
+    return Output(TEXT[kind], SMALL[kind].ids(b"hello"), TextParams(stop_texts))
 
 
 def ids_of_bytes(kind: str, text: str) -> list[int]:
@@ -64,6 +64,33 @@ def test_a_stop_text_may_be_completed_by_an_unfinished_character_at_the_end(kind
     assert output.push([*ids_of_bytes(kind, "xa"), *SMALL[kind].ids(b"\xf0")])[1] == "x"
     assert output.finish() == ""
     assert output.has_stopped
+
+
+@all_kinds
+def test_a_stop_text_that_is_to_be_told_is_told_with_its_last_token(kind: str) -> None:
+    params = TextParams(("b,c",), include_stop_str_in_output=True)
+    output = Output(TEXT[kind], SMALL[kind].ids(b"hello"), params)
+    token_ids = ids_of_bytes(kind, "ab,cde")
+    assert [output.push([token_id])[1] for token_id in token_ids] == ["a", "", "", "b,c", "", ""]
+    assert (output.stop_text, output.num_tokens, output.finish()) == ("b,c", 4, "")
+
+
+@all_kinds
+def test_whose_text_nobody_wants_has_ids_alone_and_its_stop_texts_count_all_the_same(kind: str) -> None:
+    token_ids = ids_of_bytes(kind, "ab,cde")
+    output = Output(TEXT[kind], [], TextParams(is_told=False))
+    assert (output.push(token_ids), output.num_tokens, output.finish()) == ((token_ids, ""), 6, "")
+    output = Output(TEXT[kind], [], TextParams(("b,c",), is_told=False))
+    assert output.push(token_ids)[0] == token_ids[:4]
+    assert output.stop_text == "b,c"
+
+
+@all_kinds
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_stop_text_is_looked_for_in_the_text_as_it_is_told(kind: str, skips: bool) -> None:
+    output = Output(TEXT[kind], [], TextParams((END,), skip_special_tokens=skips))
+    output.push([*ids_of_bytes(kind, "a"), SMALL[kind].end])
+    assert output.has_stopped == (not skips)
 
 
 @all_kinds

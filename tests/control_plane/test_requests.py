@@ -4,16 +4,27 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from client_service import MODEL, PROMPT, TEXT, VOCAB_SIZE
+from client_service import MODEL, PROMPT, SMALL, TEXT, VOCAB_SIZE
+from small_tokenizers import END
 
-from blockplane.control_plane.frontend.requests import submission_of
+from blockplane.control_plane.frontend.output import TextParams
+from blockplane.control_plane.frontend.requests import submission_of, text_params_of, text_params_of_state
 from blockplane.protos.delivery import Submission
 from blockplane.protos.errors import InvalidRequestError
 from blockplane.protos.model import GenerationDefaults
 from blockplane.protos.sampling import SamplingParams
+from blockplane.protos.structured import STRUCTURED_KINDS
 from blockplane.v1 import inference_pb2 as pb
 
 FIELDS = pb.SamplingParams.DESCRIPTOR.fields_by_name
+TEXTUAL = {
+    "stop",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "truncate_prompt_tokens",
+}
+"""Those of the protocol's parameters that the frontend keeps for itself."""
 
 
 def submitted(*, num_samples: int = 0, **sampling: Any) -> Submission:
@@ -54,7 +65,7 @@ def test_every_sampling_parameter_reaches_the_engine_as_it_was_sent() -> None:
 
 def test_the_protocol_has_every_parameter_by_its_name_and_no_other() -> None:
     names = {field.name for field in fields(SamplingParams)}
-    assert {*FIELDS} == names | {"stop", "bad_word_token_ids"}
+    assert {*FIELDS} - TEXTUAL - {*STRUCTURED_KINDS} == names - {"structured"} | {"bad_word_token_ids"}
 
 
 def test_what_is_absent_takes_the_models_default_and_what_is_zero_is_not_absent() -> None:
@@ -117,3 +128,80 @@ def test_a_bad_word_is_kept_out_by_the_tokens_that_spell_it() -> None:
         (ord("a"), ord("b")),
         tuple("é".encode()),
     )
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        (pb.GenerateRequest(), TextParams()),
+        (
+            pb.GenerateRequest(
+                whole_output=True,
+                sampling_params=pb.SamplingParams(
+                    stop=["a", "b"],
+                    include_stop_str_in_output=True,
+                    skip_special_tokens=False,
+                    spaces_between_special_tokens=False,
+                ),
+            ),
+            TextParams(("a", "b"), True, False, False, is_whole=True),
+        ),
+        (
+            pb.GenerateRequest(
+                sampling_params=pb.SamplingParams(skip_special_tokens=True, spaces_between_special_tokens=True)
+            ),
+            TextParams(),
+        ),
+    ],
+)
+def test_how_an_output_is_told_is_as_the_request_says_and_stays_so_when_it_is_resumed(
+    request_: pb.GenerateRequest, expected: TextParams
+) -> None:
+    request_.token_ids.CopyFrom(PROMPT)
+    assert text_params_of(request_) == expected
+    assert text_params_of_state(submission_of(request_, MODEL, TEXT, None).frontend_state) == expected
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(None, [1, 2, 3]), (1, [3]), (2, [2, 3]), (3, [1, 2, 3]), (9, [1, 2, 3])]
+)
+def test_of_a_prompt_of_ids_the_last_are_kept(limit: int | None, expected: list[int]) -> None:
+    assert submitted(truncate_prompt_tokens=limit).prompt_token_ids.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(None, [7, *b"abc"]), (1, [7]), (2, [7, *b"c"]), (4, [7, *b"abc"]), (9, [7, *b"abc"])]
+)
+def test_of_a_text_the_last_tokens_are_kept_behind_the_first_of_all(limit: int | None, expected: list[int]) -> None:
+    params = pb.SamplingParams(truncate_prompt_tokens=limit)
+    request = pb.GenerateRequest(text="abc", sampling_params=params)
+    submission = submission_of(request, MODEL, SMALL.text(bos_token_id=7), None)
+    assert submission.prompt_token_ids.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, [7, *b"abc"]),
+        ({"add_special_tokens": True}, [7, *b"abc"]),
+        ({"add_special_tokens": False}, [*b"abc"]),
+        ({"add_special_tokens": False, "sampling_params": pb.SamplingParams(truncate_prompt_tokens=2)}, [*b"bc"]),
+    ],
+)
+def test_a_text_that_spells_its_own_special_tokens_gets_no_other(fields: dict[str, Any], expected: list[int]) -> None:
+    request = pb.GenerateRequest(text="abc", **fields)
+    assert submission_of(request, MODEL, SMALL.text(bos_token_id=7), None).prompt_token_ids.tolist() == expected
+
+
+def test_the_bos_token_that_a_template_spells_is_one_token() -> None:
+    request = pb.GenerateRequest(text=f"{END}abc", add_special_tokens=False)
+    submission = submission_of(request, MODEL, SMALL.text(bos_token_id=SMALL.end), None)
+    assert submission.prompt_token_ids.tolist() == [SMALL.end, *b"abc"]
+
+
+def test_a_prompt_is_not_cut_to_nothing() -> None:
+    with pytest.raises(InvalidRequestError, match=r"^truncate_prompt_tokens is 0;"):
+        submitted(truncate_prompt_tokens=0)

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_engine import SECONDS
 
-from blockplane.control_plane.frontend.output import Output
+from blockplane.control_plane.frontend.delta import Delta
+from blockplane.control_plane.frontend.output import Output, TextParams
 from blockplane.control_plane.frontend.requests import frontend_state_of
 from blockplane.control_plane.frontend.resume import resumed_samples
 from blockplane.control_plane.frontend.token_stream import Reader, TokenStream
@@ -28,8 +29,12 @@ PROMPT_IDS = list(PROMPT.ids)
 ResumeCall = grpc.aio.UnaryStreamCall[pb.ResumeRequest, pb.GenerateResponse]
 
 
-def resumed(stream_id: int, output_ids: Sequence[int], *stop_texts: str, num_samples: int = 1) -> Resumed:
-    request = pb.GenerateRequest(token_ids=PROMPT, sampling_params=pb.SamplingParams(stop=stop_texts))
+def resumed(
+    stream_id: int, output_ids: Sequence[int], *stop_texts: str, num_samples: int = 1, whole: bool = False, **told: bool
+) -> Resumed:
+    """`told`: how its text is."""
+    params = pb.SamplingParams(stop=stop_texts, **told)
+    request = pb.GenerateRequest(token_ids=PROMPT, sampling_params=params, whole_output=whole)
     token_ids = np.array([*PROMPT_IDS, *output_ids], np.int32)
     return Resumed(stream_id, token_ids, len(PROMPT_IDS), num_samples, frontend_state_of(request))
 
@@ -37,9 +42,9 @@ def resumed(stream_id: int, output_ids: Sequence[int], *stop_texts: str, num_sam
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
-def told(output_ids: list[int], stop_texts: Sequence[str]) -> tuple[list[int], list[str]]:
+def told(output_ids: list[int], stop_texts: Sequence[str], **how: bool) -> tuple[list[int], list[str]]:
     """What an undisturbed client gets: the ids, and the text with each of them; then what comes with the end."""
-    output = Output(TEXT.continuation(PROMPT_IDS), stop_texts)
+    output = Output(TEXT, PROMPT_IDS, TextParams(tuple(stop_texts), **how))
     ids, texts = list[int](), list[str]()
     for token_id in output_ids:
         new, text = output.push([token_id])
@@ -49,34 +54,42 @@ def told(output_ids: list[int], stop_texts: Sequence[str]) -> tuple[list[int], l
     return ids, [*texts, output.finish()]
 
 
-def rest_of(output_ids: list[int], stop_texts: Sequence[str], num_had: int, num_known: int) -> tuple[list[int], str]:
+def rest_of(
+    output_ids: list[int], stop_texts: Sequence[str], num_had: int, num_known: int, **how: bool
+) -> tuple[list[int], str]:
     """What a client gets that has so many tokens, where the engine knew of so many when it came back."""
     stream = TokenStream(0, Reader(1), limit=1000)
-    stream.put_resumed(resumed(0, output_ids[:num_known], *stop_texts))
-    (sample,), responses = resumed_samples("r", [stream], [num_had], TEXT, lambda stream: None)
+    stream.put_resumed(resumed(0, output_ids[:num_known], *stop_texts, **how))
+    (sample,), past = resumed_samples([stream], [num_had], TEXT, lambda stream: None)
+    deltas = [delta for _, delta in past]
     for token_id in output_ids[num_known:]:
         stream.put([token_id])
-        responses.append(sample.advance() or pb.GenerateResponse())
+        deltas.append(sample.advance() or Delta([], ""))
     stream.end("length")
-    responses.append(sample.advance() or pb.GenerateResponse())
+    deltas.append(sample.advance() or Delta([], ""))
     assert sample.has_ended
-    return [i for response in responses for i in response.token_ids], "".join(response.text for response in responses)
+    return [token_id for delta in deltas for token_id in delta.token_ids], "".join(delta.text for delta in deltas)
 
 
 @given(
-    text=st.text("ab€😀", max_size=6),
-    stop_texts=st.lists(st.text("ab€", min_size=1, max_size=3), max_size=2),
+    text=st.text("ab€😀|", max_size=6),
+    stop_texts=st.lists(st.text("ab€<", min_size=1, max_size=3), max_size=2),
+    how=st.fixed_dictionaries({"include_stop_str_in_output": st.booleans(), "skip_special_tokens": st.booleans()}),
     cut=st.integers(0, 30),
     data=st.data(),
 )
-def test_what_came_and_the_rest_are_the_whole(text: str, stop_texts: list[str], cut: int, data: st.DataObject) -> None:
-    """Wherever the stream broke: inside a character, inside a stop text, behind the end."""
+def test_what_came_and_the_rest_are_the_whole(
+    text: str, stop_texts: list[str], how: dict[str, bool], cut: int, data: st.DataObject
+) -> None:
+    """Wherever the stream broke: inside a character, inside a stop text, behind the end; and however text is told."""
     # One token a byte, so that tokens end inside characters; the cut may leave the last of them open for ever.
-    output_ids = ids_of(text)[: max(0, len(ids_of(text)) - cut % 3)]
-    ids, texts = told(output_ids, stop_texts)
+    bar, output_ids = ids_of("|"), ids_of(text)
+    output_ids = [SMALL.end if [token_id] == bar else token_id for token_id in output_ids]
+    output_ids = output_ids[: max(0, len(output_ids) - cut % 3)]
+    ids, texts = told(output_ids, stop_texts, **how)
     num_had = data.draw(st.integers(0, len(ids)), "had")
     num_known = data.draw(st.integers(num_had, len(output_ids)), "known")
-    rest_ids, rest_text = rest_of(output_ids, stop_texts, num_had, num_known)
+    rest_ids, rest_text = rest_of(output_ids, stop_texts, num_had, num_known, **how)
     assert ids[:num_had] + rest_ids == ids
     assert "".join(texts[:num_had]) + rest_text == "".join(texts)
 
@@ -84,13 +97,14 @@ def test_what_came_and_the_rest_are_the_whole(text: str, stop_texts: list[str], 
 def test_the_end_of_a_stop_text_that_the_engine_never_heard_of_is_told_to_it() -> None:
     stream, stopped = TokenStream(5, Reader(1), limit=1000), list[TokenStream]()
     stream.put_resumed(resumed(5, ids_of("ab!!"), "!"))
-    (sample,), responses = resumed_samples("r", [stream], [1], TEXT, stopped.append)
-    assert [(response.text, len(response.token_ids)) for response in responses] == [("b", 2)]
+    (sample,), past = resumed_samples([stream], [1], TEXT, stopped.append)
+    assert [(delta.text, len(delta.token_ids)) for _, delta in past] == [("b", 2)]
     assert stopped == [stream]
     stream.end(AbortedError("its frontend asked for the stream's end."))
     last = sample.advance()
     assert last is not None
-    assert (last.finish_reason, last.usage.num_output_tokens, sample.failure) == (pb.FINISH_REASON_STOP, 3, None)
+    assert last.usage is not None
+    assert (last.outcome, last.usage.num_output_tokens, sample.failure) == ("stop", 3, None)
 
 
 @pytest.mark.parametrize(("stop_texts", "num_known"), [((), 3), (("b",), 2)])
@@ -99,7 +113,7 @@ def test_more_than_there_is_is_data_loss(stop_texts: tuple[str, ...], num_known:
     stream = TokenStream(0, Reader(1), limit=1000)
     stream.put_resumed(resumed(0, ids_of("abc"), *stop_texts))
     with pytest.raises(DataLossError, match=f"4 tokens of sample 0 .* {num_known} are known; send"):
-        resumed_samples("r", [stream], [4], TEXT, lambda stream: None)
+        resumed_samples([stream], [4], TEXT, lambda stream: None)
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------
@@ -148,6 +162,21 @@ def test_a_resumed_stream_is_what_its_client_lacks_and_then_what_comes(play: Any
         assert (last.text, last.finish_reason) == ("e", pb.FINISH_REASON_LENGTH)
         assert last.usage == pb.Usage(num_prompt_tokens=3, num_output_tokens=5, num_cached_tokens=2)
         assert await call.code() == grpc.StatusCode.OK
+
+    play(scenario)
+
+
+def test_a_request_that_wants_all_at_once_gets_all_at_once_when_it_is_resumed(play: Any) -> None:
+    async def scenario(service: Service) -> None:
+        call, resumption = await ask(service)
+        stream_id = resumption.stream_id
+        send(service, resumed(stream_id, ids_of("abc"), whole=True))
+        service.deliver_text(stream_id, "d")
+        service.deliver_text(stream_id, "e", Ending(stream_id, "length", 2))
+        only = await next_response(call)
+        assert (only.text, list(only.token_ids)) == ("abcde", ids_of("abcde"))
+        assert only.usage.num_output_tokens == 5
+        assert await asyncio.wait_for(call.read(), SECONDS) is grpc.aio.EOF
 
     play(scenario)
 

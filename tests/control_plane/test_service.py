@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ from typing import Any
 import grpc
 import pytest
 from client_service import (
+    MODEL,
     PROMPT,
+    SMALL,
+    TEXT,
     VOCAB_SIZE,
     Play,
     Service,
@@ -23,6 +27,7 @@ from client_service import (
     stopping_at,
 )
 from scripted_engine import SECONDS
+from small_tokenizers import END
 
 from blockplane.client.client import Client
 from blockplane.protos.delivery import Ending, FrontendBatch
@@ -227,7 +232,7 @@ def test_a_refusal_for_want_of_room_tells_when_to_call_again(play: Play) -> None
         service.deliver({}, Ending(submission.stream_id, CapacityError("it is full; retry.", 1.2501)))
         error = await failure_of(call)
         assert (error.code(), error.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "it is full; retry.")
-        assert list(error.trailing_metadata()) == [("grpc-retry-pushback-ms", "1251")]
+        assert dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == "1251"
 
     play(scenario)
 
@@ -236,7 +241,7 @@ def test_a_refusal_that_waiting_does_not_help_tells_no_time(play: Play) -> None:
     async def scenario(service: Service) -> None:
         call, submission = await service.submit()
         service.deliver({}, Ending(submission.stream_id, CapacityError("it never fits; ask for less.")))
-        assert list((await failure_of(call)).trailing_metadata()) == []
+        assert "grpc-retry-pushback-ms" not in dict((await failure_of(call)).trailing_metadata())
 
     play(scenario)
 
@@ -279,5 +284,20 @@ def test_a_grpc_channel_that_may_retry_does_so_when_it_was_told_to(play: Play) -
             assert time.monotonic() - refused_at >= 0.19
             service.deliver_text(second.stream_id, "ok", Ending(second.stream_id, "length"))
             assert (await next_response(call)).text == "ok"
+
+    play(scenario)
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def test_clients_are_told_the_template_of_chats_and_how_it_spells_the_ends_of_a_text(play: Play) -> None:
+    async def scenario(service: Service) -> None:
+        bare = await service.stub.GetModelInfo(pb.GetModelInfoRequest())
+        assert not any(bare.HasField(name) for name in ("bos_token_id", "chat_template", "bos_token", "eos_token"))
+        model = replace(MODEL, eos_token_ids=(5, SMALL.end), bos_token_id=SMALL.end, chat_template="{{ bos_token }}")
+        service.calls.serve_model((model, TEXT))
+        told = await service.stub.GetModelInfo(pb.GetModelInfoRequest())
+        assert (told.chat_template, told.bos_token, told.eos_token) == ("{{ bos_token }}", END, TEXT.name_of(5))
 
     play(scenario)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from client_service import Play, Service, ids_of, next_response, play_in
 
-from blockplane.protos.delivery import Delivery, PromptLogprobs
+from blockplane.protos.delivery import Delivery, Ending, PromptLogprobs
 from blockplane.protos.logprobs import Logprobs
 from blockplane.v1 import inference_pb2 as pb
 
@@ -87,5 +87,24 @@ def test_the_prompts_come_as_they_are_told_before_any_token(play: Play) -> None:
         deliver(service, {stream_id: "a"}, None)
         response = await next_response(call)
         assert (response.text, list(response.prompt_logprobs), list(response.logprobs)) == ("a", [], [])
+
+    play(scenario)
+
+
+def test_a_whole_sample_comes_with_all_of_them(play: Play) -> None:
+    async def scenario(service: Service) -> None:
+        call, submission = await service.submit(whole_output=True, sampling_params=pb.SamplingParams(stop=["c"]))
+        stream_id = submission.stream_id
+        for token_id in (2, 3):
+            told = PromptLogprobs(stream_id, logprobs_of([(token_id, -0.5)]))
+            service.engine.to_send.put_nowait(Delivery(prompt_logprobs=(told,)))
+        deliver(service, {stream_id: "a"}, logprobs_of([(97, -1.0), (3, -4.0)]))
+        deliver(service, {stream_id: "bcd"}, logprobs_of([(98, -2.0)], [(99, -3.0)], [(100, -1.0)]))
+        service.deliver({}, Ending(stream_id, "length"))
+        response = await next_response(call)
+        assert response.text == "ab"
+        assert [token.logprob for token in response.logprobs] == [-1.0, -2.0, -3.0]
+        assert list(response.logprobs[0].top_token_ids) == [3]
+        assert [token.token_id for token in response.prompt_logprobs] == [2, 3]
 
     play(scenario)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
-from client_service import GenerateCall, Play, Service, failure_of, ids_of, next_response, play_in, stopping_at
-from scripted_engine import SECONDS
+from client_service import (
+    Play,
+    Service,
+    ends_well,
+    failure_of,
+    ids_of,
+    next_response,
+    play_in,
+    stopping_at,
+)
 
 from blockplane.protos.delivery import Ending, FrontendBatch
 from blockplane.protos.errors import AbortedError, CapacityError, ModelOutputError
@@ -19,10 +26,6 @@ from blockplane.v1 import inference_pb2 as pb
 @pytest.fixture
 def play(tmp_path: Path) -> Play:
     return partial(play_in, tmp_path)
-
-
-async def ends_well(call: GenerateCall) -> bool:
-    return await asyncio.wait_for(call.read(), SECONDS) is grpc.aio.EOF and await call.code() is grpc.StatusCode.OK
 
 
 def told(response: pb.GenerateResponse) -> tuple[int, str, int]:
@@ -61,6 +64,44 @@ def test_each_sample_ends_for_itself_with_its_own_usage_and_the_call_with_the_la
         assert told(response) == (0, "a", pb.FINISH_REASON_LENGTH)
         assert response.usage == pb.Usage(num_prompt_tokens=3, num_output_tokens=1)
         assert await ends_well(call)
+
+    play(scenario)
+
+
+def test_samples_that_are_wanted_whole_come_at_their_ends_in_one_message_each(play: Play) -> None:
+    async def scenario(service: Service) -> None:
+        call, submission = await service.submit(num_samples=2, whole_output=True)
+        first = submission.stream_id
+        service.deliver_text(first, "a")
+        service.deliver({first: ids_of("é")[:1]})
+        service.deliver({first: ids_of("é")[1:]})
+        service.deliver_text(first + 1, "x", Ending(first + 1, "stop", 2))
+        assert await next_response(call) == pb.GenerateResponse(
+            request_id=submission.request_id,
+            sample_index=1,
+            token_ids=ids_of("x"),
+            text="x",
+            finish_reason=pb.FINISH_REASON_STOP,
+            usage=pb.Usage(num_prompt_tokens=3, num_output_tokens=1, num_cached_tokens=2),
+        )
+        service.deliver_text(first, "b", Ending(first, "length"))
+        response = await next_response(call)
+        assert (told(response), list(response.token_ids)) == ((0, "aéb", pb.FINISH_REASON_LENGTH), ids_of("aéb"))
+        assert response.usage.num_output_tokens == 4
+        assert await ends_well(call)
+
+    play(scenario)
+
+
+def test_what_a_whole_sample_had_is_told_when_another_fails(play: Play) -> None:
+    async def scenario(service: Service) -> None:
+        call, submission = await service.submit(num_samples=2, whole_output=True)
+        first = submission.stream_id
+        service.deliver_text(first, "a", Ending(first, ModelOutputError("it was not finite; look.")))
+        service.deliver_text(first + 1, "x", Ending(first + 1, "stop"))
+        responses = [await next_response(call) for _ in range(2)]
+        assert {response.sample_index: response.text for response in responses} == {0: "a", 1: "x"}
+        assert (await failure_of(call)).code() is grpc.StatusCode.INTERNAL
 
     play(scenario)
 
@@ -139,7 +180,7 @@ def test_a_refusal_of_all_samples_is_the_calls_status(play: Play) -> None:
         service.deliver({}, *(Ending(submission.stream_id + index, refusal) for index in range(4)))
         error = await failure_of(call)
         assert (error.code(), error.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "it is full; retry.")
-        assert list(error.trailing_metadata()) == [("grpc-retry-pushback-ms", "1500")]
+        assert dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == "1500"
 
     play(scenario)
 

@@ -13,9 +13,9 @@ from blockplane.control_plane.frontend.stop_texts import (
 from blockplane.protos.errors import InvalidRequestError
 
 
-def told(stop_texts: list[str], pieces: list[str]) -> list[str]:
+def told(stop_texts: list[str], pieces: list[str], *, is_told: bool = False) -> list[str]:
     """What is told after each piece, and at the end."""
-    stops = StopTexts(stop_texts)
+    stops = StopTexts(stop_texts, is_told=is_told)
     return [*(stops.push(piece) for piece in pieces), stops.finish()]
 
 
@@ -112,7 +112,18 @@ def test_it_is_found_with_the_piece_that_completes_it(stop_texts: list[str], pie
     for piece in pieces:
         text += piece
         stops.push(piece)
-        assert stops.found == any(stop_text in text for stop_text in stop_texts)
+        assert (stops.found is not None) == any(stop_text in text for stop_text in stop_texts)
+
+
+@given(st.lists(st.text(few_letters, min_size=1, max_size=6), max_size=4), cut_texts())
+def test_the_one_that_came_is_named_and_told_where_it_is_to_be(stop_texts: list[str], pieces: list[str]) -> None:
+    text, stops = "".join(pieces), StopTexts(stop_texts)
+    for piece in pieces:
+        stops.push(piece)
+    start = naive_cut(stop_texts, text)
+    assert (stops.found is None) == (start is None)
+    shown = "".join(told(stop_texts, pieces, is_told=True))
+    assert shown == (text if start is None else text[:start] + (stops.found or ""))
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------

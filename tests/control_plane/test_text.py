@@ -5,8 +5,9 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_tokenizers import KINDS, SmallTokenizer
-from tokenizers import pre_tokenizers
+from small_tokenizers import END, KINDS, SmallTokenizer
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
 
 REPLACEMENT = "\ufffd"
 SMALL = {kind: build() for kind, build in KINDS.items()}
@@ -274,3 +275,30 @@ def test_decode_leaves_special_tokens_out(kind: str) -> None:
 def test_the_small_byte_level_tokenizer_spells_bytes_with_the_library_s_alphabet() -> None:
     vocabulary = SMALL["byte_level"].tokenizer.get_vocab()
     assert {token for token in vocabulary if len(token) == 1} == set(pre_tokenizers.ByteLevel.alphabet())
+
+
+# -- special tokens ----------------------------------------------------------------------------------------------------
+
+
+@all_kinds
+def test_special_tokens_are_told_by_their_names_where_they_are_not_skipped(kind: str) -> None:
+    small = SMALL[kind]
+    end, word = small.end, small.ids(b" world")
+    continuation = TEXT[kind].continuation(small.ids(b"hello"), skip_special_tokens=False)
+    assert [continuation.push([token_id]) for token_id in (end, *word, end, end)] == [END, " world", END, END]
+    first_of_all = TEXT[kind].continuation([], skip_special_tokens=False)
+    assert [first_of_all.push([token_id]) for token_id in (end, *word)] == [END, " world"]
+
+
+@pytest.mark.parametrize(("keeps_spaces", "expected"), [(True, "a <s> <s> b <s>"), (False, "a <s><s> b <s>")])
+def test_a_space_that_a_tokenizer_puts_between_special_tokens_is_kept_or_left_out(
+    keeps_spaces: bool, expected: str
+) -> None:
+    """A tokenizer without a decoder joins its tokens with spaces."""
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "\n": 2}, "a"))
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    text = SmallTokenizer(tokenizer, (b"a", b"b", b"", b"")).text()
+    for skips in (False, True):
+        continuation = text.continuation([], skip_special_tokens=skips, spaces_between_special_tokens=keeps_spaces)
+        told = "".join(continuation.push([token_id]) for token_id in (0, 3, 3, 1, 3))
+        assert told == ("a b" if skips else expected)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from blockplane.control_plane.engine.request import Request
 from blockplane.control_plane.engine.waiting import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, WaitingQueue
-from blockplane.protos.errors import CapacityError
+from blockplane.protos.errors import CapacityError, QueueFullError
 
 
 def queue_of(max_requests: int = 100, max_tokens: int = 10_000, priority_seconds: float = 10.0) -> WaitingQueue:
@@ -63,6 +63,18 @@ def test_one_longer_than_the_bound_waits_alone_rather_than_never() -> None:
     queue.check_room(1, 11)
     put(queue, "a", num_tokens=11)
     with pytest.raises(CapacityError):
+        queue.check_room(1, 1)
+
+
+def test_that_none_may_wait_is_told_apart_from_that_not_so_many_may() -> None:
+    queue = queue_of(max_requests=2, max_tokens=10)
+    put(queue, "a", num_tokens=4)
+    for refused in ((2, 2), (1, 7)):
+        with pytest.raises(CapacityError) as caught:
+            queue.check_room(*refused)
+        assert type(caught.value) is CapacityError
+    put(queue, "b", num_tokens=4)
+    with pytest.raises(QueueFullError):
         queue.check_room(1, 1)
 
 

@@ -25,6 +25,16 @@ LAYOUTS = (
     (KVCacheGroup(), KVCacheGroup(), KVCacheGroup(attention_chunk_size=8)),
 )
 
+COUNTS = (
+    "num_admitted",
+    "num_prompt_tokens",
+    "num_cached_tokens",
+    "num_preemptions",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "num_discarded_tokens",
+)
+
 
 def next_token(token_ids: list[int]) -> int:
     """A model that sees all its tokens: wrong tokens in a row give wrong tokens out. Every 32nd text ends."""
@@ -78,6 +88,7 @@ class Walk:
             world_of=lambda row: self._world(self.scheduler.rows.request(row)),
         )
         self._results: deque[StepResult] = deque()
+        self._counts = [0] * len(COUNTS)
         self._slots_before: deque[dict[int, Digest]] = deque(maxlen=2)
         """The worker's KV as it was before each of the last plans."""
         for request in held:
@@ -257,8 +268,17 @@ class Walk:
         assert len(free) == blocks.pool.num_free == len(set(free))
         assert set(free).isdisjoint(holders)
         assert len(free) + len(holders) == blocks.pool.num_usable
+        self._check_statistics(len(free))
         assert sum(request is not None for request in rows.requests) == rows.num_running
         assert len(self.scheduler._running.prefilling) <= 1, "no more than one row stands inside its prompt"
+
+    def _check_statistics(self, num_free: int) -> None:
+        """Case 43: usage is what is not free, and no count goes down."""
+        statistics = self.scheduler.statistics()
+        assert statistics.kv_cache_usage == 1 - num_free / self.scheduler.blocks.pool.num_usable
+        counts = [getattr(statistics, name) for name in COUNTS]
+        assert all(before <= now for before, now in zip(self._counts, counts, strict=True))
+        self._counts = counts
 
     def _check_windows(self, row: int, held: np.ndarray) -> None:
         """A window group holds what its confirmed tokens still see and what is granted, and not much before."""
