@@ -3,16 +3,35 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from blockplane import __version__
-from blockplane.client.compile import compile_graphs
-from blockplane.client.generate import add_flags, generate
+from blockplane.client import bench, chat, generate, operate, status, top, trace
+from blockplane.client import compile as compile_command
 from blockplane.client.processes import MODULES, TOOLS, command_line, environment
-from blockplane.client.up import up
+from blockplane.client.subcommand import Subcommand
+from blockplane.client.up import EXIT_INTERRUPTED, up
 from blockplane.protos.config import add_settings
 from blockplane.protos.errors import BlockplaneError, CapacityError
 from blockplane.protos.process import EXIT_FAILED
+
+EXIT_BROKEN_PIPE = 141
+"""What shells report of a command whose reader went away."""
+
+SUBCOMMANDS: Mapping[str, Subcommand] = {
+    command.name: command
+    for command in (
+        generate.COMMAND,
+        chat.COMMAND,
+        bench.COMMAND,
+        status.COMMAND,
+        top.COMMAND,
+        *operate.COMMANDS,
+        trace.COMMAND,
+        compile_command.COMMAND,
+    )
+}
+"""Beside `up`, which runs one of them, and the processes."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,14 +42,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     flags = parser.parse_args(arguments)
     try:
-        if flags.subcommand == "generate":
-            return generate(flags)
-        if flags.subcommand == "compile":
-            return compile_graphs(vars(flags))
+        if flags.subcommand in SUBCOMMANDS:
+            return SUBCOMMANDS[flags.subcommand].run(flags)
         if flags.command:
             # A slip in the command shows now, not once the model is loaded.
             parser.parse_args(flags.command)
         return up(vars(flags), flags.command)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes standard output once more as it ends, and must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
     except BlockplaneError as error:
         print(f"blockplane {flags.subcommand}: {error}{_retry_hint(error)}", file=sys.stderr)
         return EXIT_FAILED
@@ -53,7 +76,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"blockplane {__version__}")
     subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
-    add_flags(subparsers.add_parser("generate", help="continue a prompt", description="Continues a prompt."))
     _add_up(
         subparsers.add_parser(
             "up",
@@ -63,13 +85,8 @@ def _parser() -> argparse.ArgumentParser:
             usage="blockplane up [settings] [-- SUBCOMMAND ...]",
         )
     )
-    add_settings(
-        subparsers.add_parser(
-            "compile",
-            help="compile a device's graphs ahead",
-            description="Compiles every graph that a worker of these settings needs into the folder compile_cache.",
-        )
-    )
+    for command in SUBCOMMANDS.values():
+        command.add_flags(subparsers.add_parser(command.name, help=command.help, description=command.description))
     for name in MODULES:
         subparsers.add_parser(name, help=f"run only the {name}", add_help=False)
     subparsers.add_parser("replay", help="run a worker's record again and compare", add_help=False)

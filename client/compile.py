@@ -3,12 +3,14 @@
 import signal
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
 from blockplane.client.processes import Child, stop
+from blockplane.client.subcommand import Subcommand
 from blockplane.client.up import EXIT_INTERRUPTED, POLL_SECONDS
-from blockplane.protos.config import Config, as_flags, load_config
+from blockplane.protos.config import Config, add_settings, as_flags, load_config
 
 
 def compile_graphs(flags: Mapping[str, Any]) -> int:
@@ -42,3 +44,16 @@ def _compile(flags: Mapping[str, Any]) -> None:
                 time.sleep(POLL_SECONDS)
         finally:
             stop(children)
+
+
+def _run(flags: Namespace) -> int:
+    return compile_graphs(vars(flags))
+
+
+COMMAND = Subcommand(
+    "compile",
+    "compile a device's graphs ahead",
+    "Compiles every graph that a worker of these settings needs into the folder compile_cache.",
+    add_settings,
+    _run,
+)

@@ -5,8 +5,12 @@ from contextlib import contextmanager
 
 import grpc
 
-from blockplane.protos.channel import RETRY_PUSHBACK
-from blockplane.protos.errors import BlockplaneError, DeadlineError, RetryableError, UnavailableError, error_of_status
+from blockplane.protos.error_details import error_of_call
+from blockplane.protos.errors import BlockplaneError, DeadlineError, UnavailableError
+
+
+class UnreachableError(UnavailableError):
+    """No server had the call, or the connection to it broke: nobody refused."""
 
 
 @contextmanager
@@ -26,16 +30,5 @@ def _error(failure: grpc.RpcError, address: str) -> BlockplaneError:
             return DeadlineError(f"{address} did not answer in time; retry, or allow more time.")
         if status is grpc.StatusCode.UNAVAILABLE:
             cause = details.rpartition(": ")[2]
-            return UnavailableError(f"no server answers on {address} ({cause}); start it, or name another.")
-    error = error_of_status(status, details)
-    if isinstance(error, RetryableError):
-        error.retry_after_seconds = _retry_after_seconds(failure)
-    return error
-
-
-def _retry_after_seconds(failure: grpc.RpcError) -> float | None:
-    """When the server would be called again; None where it does not say, or says never, which is a negative number."""
-    for item in failure.trailing_metadata() or ():
-        if item.key == RETRY_PUSHBACK and isinstance(item.value, str) and item.value.isdecimal():
-            return int(item.value) / 1000
-    return None
+            return UnreachableError(f"no server answers on {address} ({cause}); start it, or name another.")
+    return error_of_call(failure)

@@ -9,10 +9,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from blockplane.client.client import Client
+from blockplane.client.connect import ENGINE_SETTINGS, SETTINGS
 from blockplane.client.processes import MODULES, Child, stop
+from blockplane.protos.access import access_of
 from blockplane.protos.config import Config, as_flags, load_config
 from blockplane.protos.errors import BlockplaneError, ConfigurationError, UnavailableError
 
@@ -20,6 +23,8 @@ EXIT_INTERRUPTED = 130
 """What shells report of a command that SIGINT ended."""
 
 POLL_SECONDS = 0.1
+
+_METRICS_PORTS = ("engine", "frontend", "worker")
 
 
 def up(flags: Mapping[str, Any], command: Sequence[str]) -> int:
@@ -45,10 +50,10 @@ def up(flags: Mapping[str, Any], command: Sequence[str]) -> int:
 def _run(config: Config, command: Sequence[str]) -> int:
     _refuse_taken(config.address)
     with _children(config) as children:
-        ready = f"blockplane ready on {config.address} (model {_wait_until_serving(config.address, children)})"
+        ready = f"blockplane ready on {config.address} (model {_wait_until_serving(config, children)})"
         print(ready, file=sys.stderr if command else sys.stdout, flush=True)
         if command:
-            return _run_command(command, config.address, children)
+            return _run_command(command, config, children)
         while True:
             _check(children)
             time.sleep(POLL_SECONDS)
@@ -60,7 +65,7 @@ def _children(config: Config) -> Iterator[list[Child]]:
     drain_seconds = float(config.drain_seconds)
     try:
         for name in MODULES:
-            children.append(Child(name, as_flags(config)))
+            children.append(Child(name, as_flags(_with_own_metrics_port(config, name))))
         yield children
     except BlockplaneError:
         # What lacks one of its processes finishes nothing.
@@ -70,14 +75,22 @@ def _children(config: Config) -> Iterator[list[Child]]:
         stop(children, drain_seconds)
 
 
+def _with_own_metrics_port(config: Config, name: str) -> Config:
+    """The engine has the one that is set, and frontend and worker the two behind it; 0, any port, is everybody's."""
+    host, _, port = config.metrics_address.rpartition(":")
+    if not host or int(port) == 0:
+        return config
+    return replace(config, metrics_address=f"{host}:{int(port) + _METRICS_PORTS.index(name)}")
+
+
 def _check(children: Sequence[Child]) -> None:
     for child in children:
         child.check()
 
 
-def _wait_until_serving(address: str, children: Sequence[Child]) -> str:
+def _wait_until_serving(config: Config, children: Sequence[Child]) -> str:
     """Wait without a limit, since loading takes as long as it takes. Returns the model's name."""
-    with Client(address) as client:
+    with Client(config.address, access=access_of(config)) as client:
         while True:
             _check(children)
             try:
@@ -87,9 +100,10 @@ def _wait_until_serving(address: str, children: Sequence[Child]) -> str:
                 continue
 
 
-def _run_command(command: Sequence[str], address: str, children: Sequence[Child]) -> int:
+def _run_command(command: Sequence[str], config: Config, children: Sequence[Child]) -> int:
     """Run a sub-command on our terminal, as long as the system lives. Returns its exit status."""
-    environ = {**os.environ, "BLOCKPLANE_ADDRESS": address}
+    settings = {f"BLOCKPLANE_{name.upper()}": getattr(config, name) for name in {*SETTINGS, *ENGINE_SETTINGS}}
+    environ = os.environ | settings
     process = subprocess.Popen([sys.executable, "-m", "blockplane.client", *command], env=environ)  # noqa: S603
     try:
         while (status := process.poll()) is None:

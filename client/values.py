@@ -1,11 +1,14 @@
 """What a client gets back, as frozen values, and how they are read off the wire; knows no connection."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from blockplane.protos.delivery_wire import FINISH_REASON_FROM_PROTO
 from blockplane.protos.errors import ProtocolError
 from blockplane.protos.finish import FinishReason
+from blockplane.protos.structured import StructuredOutput, check_structured_output
 from blockplane.v1 import inference_pb2 as pb
 
 
@@ -53,13 +56,22 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a client may know of the model. `bos_token_id` is None where text prompts get none."""
+    """What a client may know of the model.
+
+    Attributes:
+        bos_token_id: None where text prompts get none.
+        chat_template: Jinja that makes a prompt of a chat, in which the BOS and EOS tokens are spelled so; None where
+            the model has none.
+    """
 
     name: str
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    chat_template: str | None = None
+    bos_token: str | None = None
+    eos_token: str | None = None
 
 
 def delta_from_proto(response: pb.GenerateResponse) -> Delta:
@@ -87,6 +99,23 @@ def _logprobs_from_proto(logprobs: Sequence[pb.TokenLogprobs]) -> tuple[TokenLog
     return tuple(told) or None
 
 
+def structured_fields(structured: StructuredOutput | None) -> dict[str, Any]:
+    """The one field of a request's sampling parameters that says what the output's text must be; none for any text.
+
+    Raises InvalidRequestError if it is none.
+    """
+    if structured is None:
+        return {}
+    check_structured_output(structured)
+    match structured.kind:
+        case "json_object":
+            return {"json_object": True}
+        case "choice":
+            return {"choice": pb.Choice(texts=json.loads(structured.text))}
+        case kind:
+            return {kind: structured.text}
+
+
 def served_model_from_proto(response: pb.GetModelInfoResponse) -> ServedModel:
     return ServedModel(
         name=response.name,
@@ -94,4 +123,7 @@ def served_model_from_proto(response: pb.GetModelInfoResponse) -> ServedModel:
         max_model_len=response.max_model_len,
         eos_token_ids=tuple(response.eos_token_ids),
         bos_token_id=response.bos_token_id if response.HasField("bos_token_id") else None,
+        chat_template=response.chat_template if response.HasField("chat_template") else None,
+        bos_token=response.bos_token if response.HasField("bos_token") else None,
+        eos_token=response.eos_token if response.HasField("eos_token") else None,
     )

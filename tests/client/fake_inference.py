@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import grpc
 from grpc_health.v1 import health, health_pb2
 
-from blockplane.client.client import SERVICE
+from blockplane.client.dialling import SERVICE
 from blockplane.v1 import inference_pb2 as pb
 from blockplane.v1.inference_pb2_grpc import InferenceServicer
 
@@ -23,15 +23,22 @@ class FakeInference(InferenceServicer):
 
     responses: tuple[pb.GenerateResponse, ...] = ()
     failure: tuple[grpc.StatusCode, str] | None = None
-    trailing_metadata: tuple[tuple[str, str], ...] = ()
+    trailing_metadata: tuple[tuple[str, str | bytes], ...] = ()
     endless: bool = False
     parts: list[tuple[tuple[pb.GenerateResponse, ...], tuple[grpc.StatusCode, str] | None]] = field(
         default_factory=list
     )
     resumptions: list[pb.ResumeRequest] = field(default_factory=list)
     callers: list[object] = field(default_factory=list)
+    tokens: list[object] = field(default_factory=list)
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    model: pb.GetModelInfoResponse = field(
+        default_factory=lambda: pb.GetModelInfoResponse(
+            name="fake", vocab_size=300, max_model_len=64, eos_token_ids=[1, 2]
+        )
+    )
+    model_info_failures: list[tuple[grpc.StatusCode, str]] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def Generate(self, request, context):  # noqa: N802 - named by the .proto
@@ -42,12 +49,18 @@ class FakeInference(InferenceServicer):
         self.resumptions.append(request)
         yield from self._stream(context)
 
+    def _note(self, context):
+        metadata = dict(context.invocation_metadata())
+        self.callers.append(metadata.get("blockplane-caller"))
+        self.tokens.append(metadata.get("authorization"))
+
     def _stream(self, context):
-        self.callers.append(dict(context.invocation_metadata()).get("blockplane-caller"))
+        self._note(context)
         if self.parts:
             responses, failure = self.parts.pop(0)
             yield from responses
             if failure is not None:
+                context.set_trailing_metadata(self.trailing_metadata)
                 context.abort(*failure)
             return
         yield from self.responses
@@ -60,11 +73,15 @@ class FakeInference(InferenceServicer):
                 yield pb.GenerateResponse(token_ids=[7], text="x")
 
     def Abort(self, request, context):  # noqa: N802 - named by the .proto
+        self._note(context)
         self.aborted.extend(request.request_ids)
         return pb.AbortResponse()
 
     def GetModelInfo(self, request, context):  # noqa: N802 - named by the .proto
-        return pb.GetModelInfoResponse(name="fake", vocab_size=300, max_model_len=64, eos_token_ids=[1, 2])
+        self._note(context)
+        if self.model_info_failures:
+            context.abort(*self.model_info_failures.pop())
+        return self.model
 
 
 @dataclass(frozen=True)

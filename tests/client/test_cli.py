@@ -143,6 +143,51 @@ def test_flags_become_what_is_asked_of_the_scheduler(story_server: FakeServer):
     ]
 
 
+def test_flags_say_how_prompt_and_output_are_told(story_server: FakeServer):
+    flags = ("--include-stop", "--special-tokens", "--no-spaces-between-special-tokens", "--truncate-prompt-tokens=7")
+    generate(story_server, "hi", *flags, "--whole-output")
+    params = pb.SamplingParams(
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        spaces_between_special_tokens=False,
+        truncate_prompt_tokens=7,
+    )
+    assert story_server.inference.requests == [
+        pb.GenerateRequest(text="hi", sampling_params=params, num_samples=1, whole_output=True)
+    ]
+
+
+def test_flags_say_what_the_output_must_be(story_server: FakeServer, tmp_path: Path):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"const": "é"}', encoding="utf-8")
+    cases: dict[tuple[str, ...], pb.SamplingParams] = {
+        ("--json-schema", f"@{schema}"): pb.SamplingParams(json_schema='{"const": "é"}'),
+        ("--json-schema", '{"type": "null"}'): pb.SamplingParams(json_schema='{"type": "null"}'),
+        ("--json-object",): pb.SamplingParams(json_object=True),
+        ("--regex", "@a+"): pb.SamplingParams(regex="@a+"),
+        ("--grammar", 'start: "a"'): pb.SamplingParams(grammar='start: "a"'),
+        ("--choice", "a b", "--choice=c"): pb.SamplingParams(choice=pb.Choice(texts=["a b", "c"])),
+    }
+    for flags, params in cases.items():
+        assert generate(story_server, "hi", *flags) == 0
+        assert story_server.inference.requests.pop().sampling_params == params
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--regex", "a", "--json-object"), "not allowed with"),
+        (("--json-schema", "@nowhere.json"), "cannot read nowhere.json"),
+    ],
+)
+def test_two_ways_of_saying_it_or_none_that_is_there_is_a_slip(
+    story_server: FakeServer, flags: tuple[str, ...], sentence: str, capsys
+):
+    with pytest.raises(SystemExit):
+        generate(story_server, "hi", *flags)
+    assert sentence in capsys.readouterr().err
+
+
 def test_a_broken_stream_is_resumed_for_as_long_as_the_flag_says(fake_server: FakeServer, capsys):
     gone = (grpc.StatusCode.UNAVAILABLE, "the engine went away; send the request again.")
     first, rest = pb.GenerateResponse(token_ids=[5], text="Once"), pb.GenerateResponse(token_ids=[6], text=" upon")
@@ -284,3 +329,9 @@ def test_what_follows_two_dashes_is_the_command_of_up(monkeypatch):
 def test_an_unreadable_configuration_file_is_one_sentence(tmp_path: Path, capsys):
     assert cli.main(["up", "--config", str(tmp_path / "none.toml")]) == 1
     assert capsys.readouterr().err.startswith("blockplane up: cannot read the configuration file")
+
+
+def test_a_command_starts_without_what_others_draw_and_chat_with():
+    script = "import sys, blockplane.client.cli; print({'rich', 'jinja2', 'matplotlib', 'perfetto'} & {*sys.modules})"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT_SECONDS)
+    assert ran.stdout == "set()\n", ran.stderr

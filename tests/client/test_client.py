@@ -2,6 +2,7 @@
 
 import threading
 import time
+from typing import Any
 
 import grpc
 import pytest
@@ -19,6 +20,7 @@ from blockplane.protos.errors import (
     ProtocolError,
     UnavailableError,
 )
+from blockplane.protos.structured import StructuredOutput
 from blockplane.v1 import inference_pb2 as pb
 
 
@@ -88,6 +90,10 @@ SCALARS = {
     "frequency_penalty": -0.1,
     "repetition_penalty": 1.3,
     "ignore_eos": True,
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "truncate_prompt_tokens": 5,
     "logprobs": 0,
     "prompt_logprobs": 0,
 }
@@ -110,6 +116,7 @@ def test_every_argument_reaches_the_server(fake_server: FakeServer):
                 priority=-7,
                 cache_salt="s",
                 skip_prefix_cache=True,
+                whole_output=True,
             )
         )
     params = pb.SamplingParams(
@@ -121,7 +128,9 @@ def test_every_argument_reaches_the_server(fake_server: FakeServer):
         stop=["END", "\n\n"],
         stop_token_ids=[5, 6],
     )
-    assert {field.name for field, _ in params.ListFields()} == {*pb.SamplingParams.DESCRIPTOR.fields_by_name}
+    structured = pb.SamplingParams.DESCRIPTOR.oneofs_by_name["structured"].fields
+    all_names = {*pb.SamplingParams.DESCRIPTOR.fields_by_name} - {field.name for field in structured}
+    assert {field.name for field, _ in params.ListFields()} == all_names
     assert fake_server.inference.requests == [
         pb.GenerateRequest(
             request_id="mine",
@@ -131,8 +140,34 @@ def test_every_argument_reaches_the_server(fake_server: FakeServer):
             priority=-7,
             cache_salt="s",
             skip_prefix_cache=True,
+            whole_output=True,
         )
     ]
+
+
+@pytest.mark.parametrize(
+    ("structured", "fields"),
+    [
+        (StructuredOutput("json_schema", '{"type": "object"}'), {"json_schema": '{"type": "object"}'}),
+        (StructuredOutput("json_object"), {"json_object": True}),
+        (StructuredOutput("regex", "a+"), {"regex": "a+"}),
+        (StructuredOutput("grammar", 'start: "a"'), {"grammar": 'start: "a"'}),
+        (StructuredOutput.choice(["é", "b"]), {"choice": pb.Choice(texts=["é", "b"])}),
+        (None, {}),
+    ],
+)
+def test_what_the_output_must_be_is_one_field(
+    fake_server: FakeServer, structured: StructuredOutput | None, fields: dict[str, Any]
+):
+    with Client(fake_server.address) as client:
+        list(client.generate("hi", structured=structured))
+    assert fake_server.inference.requests[0].sampling_params == pb.SamplingParams(**fields)
+
+
+@pytest.mark.parametrize("text", ["[1]", "a, b", "[]"])
+def test_choices_that_are_none_are_refused_at_once(fake_server: FakeServer, text: str):
+    with Client(fake_server.address) as client, pytest.raises(InvalidRequestError, match=r"^choice "):
+        client.generate("hi", structured=StructuredOutput("choice", text))
 
 
 def test_no_allowed_id_is_not_all_of_them(fake_server: FakeServer):

@@ -7,7 +7,7 @@ import grpc
 import pytest
 from fake_inference import FakeServer
 
-from blockplane.client import reattach
+from blockplane.client import attempts
 from blockplane.client.client import Client
 from blockplane.client.values import Delta
 from blockplane.protos.errors import DataLossError, NotFoundError, UnavailableError
@@ -20,7 +20,7 @@ STOP = pb.FINISH_REASON_STOP
 
 @pytest.fixture(autouse=True)
 def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reattach, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(attempts, "PAUSE_SECONDS", 0.0)
 
 
 def part(*token_ids: int, sample: int = 0, reason: pb.FinishReason.ValueType | None = None) -> pb.GenerateResponse:
@@ -81,7 +81,7 @@ def test_what_was_seen_is_never_begun_again(fake_server: FakeServer) -> None:
 
 def test_it_gives_up_once_nothing_came_for_so_long(fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = itertools.count(step=4)
-    monkeypatch.setattr(reattach.time, "monotonic", lambda: next(seconds))
+    monkeypatch.setattr(attempts.time, "monotonic", lambda: next(seconds))
     fake = fake_server.inference
     fake.parts = [((part(1),), GONE), ((), GONE), ((part(2),), GONE), *[((), GONE)] * 9]
     with Client(fake_server.address) as client:
@@ -89,8 +89,8 @@ def test_it_gives_up_once_nothing_came_for_so_long(fake_server: FakeServer, monk
         assert [next(deltas).token_ids, next(deltas).token_ids] == [(1,), (2,)]
         with pytest.raises(UnavailableError, match="engine went away"):
             next(deltas)
-    # The clock gains 4 s with each look, and each attempt but the first since a token takes one.
-    assert len(fake.resumptions) == 2 + 2
+    # The clock gains 4 s with each look, and each attempt that breaks takes one.
+    assert len(fake.resumptions) == 2 + 3
 
 
 @pytest.mark.parametrize("status", [grpc.StatusCode.DATA_LOSS, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL])

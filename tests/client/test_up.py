@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from fake_inference import WAIT_SECONDS
 
 from blockplane.client.client import Client
 from blockplane.client.processes import MODULES
+from blockplane.client.up import _with_own_metrics_port
+from blockplane.protos.config import load_config
 
 COMMAND = [sys.executable, "-m", "blockplane.client"]
 
@@ -72,19 +75,21 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 
 @pytest.fixture
-def start_up(tmp_path: Path, free_address: str) -> Iterator[Callable[..., Up]]:
+def start_up(free_address: str) -> Iterator[Callable[..., Up]]:
     started: list[Up] = []
+    # A socket's path has room for 107 characters, of which pytest's own folders may take most.
+    with tempfile.TemporaryDirectory(prefix="up-") as folder:
 
-    def start(*arguments: str) -> Up:
-        started.append(Up(tmp_path, free_address, *arguments))
-        return started[-1]
+        def start(*arguments: str) -> Up:
+            started.append(Up(Path(folder), free_address, *arguments))
+            return started[-1]
 
-    yield start
-    for up in started:
-        for process_id in up.children().values():
-            os.kill(process_id, signal.SIGKILL)
-        up.process.kill()
-        up.process.communicate()
+        yield start
+        for up in started:
+            for process_id in up.children().values():
+                os.kill(process_id, signal.SIGKILL)
+            up.process.kill()
+            up.process.communicate()
 
 
 def test_a_command_runs_once_the_system_is_ready_and_alone_has_standard_output(start_up):
@@ -205,16 +210,31 @@ def test_a_port_of_zero_is_refused_since_no_client_could_find_it(start_up):
     assert up.stderr == "blockplane up: address is 127.0.0.1:0; name a port, so that clients can find it.\n"
 
 
-def test_compile_ends_by_the_sentence_of_what_cannot_be_compiled_for(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [*COMMAND, "compile", "--model", "synthetic", "--device", "cpu"],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_SECONDS,
-        check=False,
-        env={**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
-    )
+def test_compile_ends_by_the_sentence_of_what_cannot_be_compiled_for() -> None:
+    with tempfile.TemporaryDirectory(prefix="up-") as folder:
+        ran = subprocess.run(
+            [*COMMAND, "compile", "--model", "synthetic", "--device", "cpu"],
+            capture_output=True,
+            text=True,
+            timeout=WAIT_SECONDS,
+            check=False,
+            env={**os.environ, "TMPDIR": folder, "OMP_NUM_THREADS": "1"},
+        )
+        left = os.listdir(folder)
     assert ran.returncode == 1
     sentence = "the builder ended: device is cpu, for which nothing is compiled; choose device neuron."
     assert ran.stderr.splitlines()[-1] == f"blockplane compile: {sentence}"
-    assert list(tmp_path.iterdir()) == []
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    ("address", "own"),
+    [
+        ("[::1]:50052", {"engine": "[::1]:50052", "frontend": "[::1]:50053", "worker": "[::1]:50054"}),
+        ("localhost:0", dict.fromkeys(MODULES, "localhost:0")),
+        ("", dict.fromkeys(MODULES, "")),
+    ],
+)
+def test_each_process_tells_its_metrics_at_a_port_of_its_own(address: str, own: dict[str, str]) -> None:
+    config = load_config({"metrics_address": address}, {})
+    assert {name: _with_own_metrics_port(config, name).metrics_address for name in MODULES} == own
