@@ -11,18 +11,22 @@ from functools import partial
 
 import numpy as np
 
+from blockplane.control_plane.engine.group_counts import STEP_SECONDS
 from blockplane.control_plane.engine.kv_events import KVEventFeed
 from blockplane.control_plane.engine.kv_groups import lay_out
 from blockplane.control_plane.engine.outbox import Outbox
 from blockplane.control_plane.engine.request import Request
 from blockplane.control_plane.engine.scheduler import Scheduler
+from blockplane.control_plane.engine.step_log import StepLog
 from blockplane.control_plane.engine.waiting import WaitingQueue
 from blockplane.protos import delivery_wire, wire
 from blockplane.protos.delivery import Ending
+from blockplane.protos.histogram import Histogram
 from blockplane.protos.kv_cache import KVCacheGroup
 from blockplane.protos.model import LayerKVSpec
 from blockplane.protos.plan import Configure, Int32Array
 from blockplane.protos.sampling import SamplingParams
+from blockplane.protos.step_times import StepTimes
 from blockplane.v1 import engine_pb2 as pb
 
 
@@ -73,6 +77,7 @@ class ControlPlane:
         self.scheduler = Scheduler(
             configure, waiting, vocab_size=load.vocab_size, eos_token_ids=(load.vocab_size - 1,), watcher=self.feed
         )
+        self.steps = StepLog(configure, time.monotonic, Histogram(STEP_SECONDS))
         self.outbox = Outbox()
         self.num_requests = 0
         for _ in range(load.num_fillers):
@@ -96,26 +101,33 @@ class ControlPlane:
         )
 
     def plan(self) -> bytes:
+        began = time.monotonic()
         plan = self.scheduler.schedule()
         assert plan is not None
         self.feed.planned(plan.step)
-        return wire.plan_to_proto(plan).SerializeToString()
+        self.steps.scheduled(plan, began, has_idled=False)
+        message = wire.plan_to_proto(plan)
+        self.steps.sent(message.ByteSize())
+        return message.SerializeToString()
 
     def result(self) -> bytes:
         """A random token for each row that the oldest unanswered plan samples."""
         oldest = self.scheduler._in_flight[0]
         token_ids = self.prompt(len(oldest.sampled.requests))
-        return pb.StepResult(step=oldest.step, token_ids=token_ids.tobytes()).SerializeToString()
+        times = StepTimes(1 << 50, 10, 300, 20_000, 21_000, 21_100).to_bytes()
+        return pb.StepResult(step=oldest.step, token_ids=token_ids.tobytes(), times=times).SerializeToString()
 
     def answer(self, result_bytes: bytes) -> None:
-        result = wire.result_from_proto(pb.StepResult.FromString(result_bytes))
+        result, answered = wire.result_from_proto(pb.StepResult.FromString(result_bytes)), time.monotonic()
         outputs = self.scheduler.update(result)
         self.feed.answered(result.step)
         self.outbox.put_tokens(outputs.stream_ids, outputs.token_ids, one_each=outputs.one_each)
         for end in outputs.finished:
             self.outbox.put_ending(Ending(end.request.stream_id, end.outcome))
+        self.steps.settled(result, answered)
 
     def deliver(self) -> bytes:
+        self.steps.delivered()
         return delivery_wire.delivery_to_proto(self.outbox.empty()).SerializeToString()
 
     def step(self, result_bytes: bytes) -> None:

@@ -25,7 +25,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ import numpy as np
 from scheduler_load import ControlPlane, Load
 
 from blockplane.protos import wire
-from blockplane.protos.plan import StepResult
 from blockplane.v1 import engine_pb2 as pb
 
 FOLDER = Path(__file__).parent
@@ -166,9 +165,8 @@ def measure_bytes(layout: str, block_size: int, num_rows: int, sizes: Sizes) -> 
 
 def with_epoch(result_bytes: bytes) -> pb.StepResult:
     """As a worker sends it: an epoch is 64 random bits."""
-    result = pb.StepResult.FromString(result_bytes)
-    token_ids = np.frombuffer(result.token_ids, np.int32)
-    return wire.result_to_proto(StepResult(result.step, token_ids, epoch=0x9E3779B97F4A7C15))
+    result = wire.result_from_proto(pb.StepResult.FromString(result_bytes))
+    return wire.result_to_proto(replace(result, epoch=0x9E3779B97F4A7C15))
 
 
 def decode_load(layout: str, block_size: int, num_rows: int, num_steps: int) -> Load:

@@ -18,8 +18,18 @@ MAY_IMPORT = {
     "kernels": {"kernels"},
 }
 OTHER_PEOPLES = {
-    "protos": {"numpy", "grpc", "google"},
-    "control_plane": {"numpy", "grpc", "grpc_health", "grpc_reflection", "tokenizers"},
+    "protos": {"numpy", "grpc", "google", "llguidance", "prometheus_client"},
+    "control_plane": {
+        "numpy",
+        "grpc",
+        "grpc_channelz",
+        "grpc_health",
+        "grpc_reflection",
+        "llguidance",
+        "prometheus_client",
+        "smg_grpc_proto",
+        "tokenizers",
+    },
 }
 """Packages that a layer may import beside the standard library; a layer that is missing here may import any."""
 WITHOUT_TORCH = {"protos", "control_plane", "client"}

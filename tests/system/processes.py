@@ -14,6 +14,7 @@ from types import MappingProxyType
 import grpc
 
 from blockplane.client.client import Client
+from blockplane.protos.errors import UnavailableError
 from blockplane.v1 import engine_pb2 as pb
 from blockplane.v1.engine_pb2_grpc import EngineStub
 
@@ -22,6 +23,7 @@ PROGRAMS = {
     "frontend": ("-m", "blockplane.control_plane.frontend"),
     "worker": ("-m", "blockplane.data_plane"),
     "unruly worker": (str(Path(__file__).with_name("unruly_worker.py")),),
+    "paced worker": (str(Path(__file__).parents[2] / "benchmarks" / "paced_worker.py"),),
 }
 
 
@@ -77,8 +79,13 @@ class System:
             return EngineStub(channel).GetStatistics(pb.GetStatisticsRequest())
 
     def wait_until_serving(self) -> None:
-        with self.client() as client:
-            client.wait_until_serving(timeout=60)
+        """Fails with what all processes have logged last if it does not come to that."""
+        try:
+            with self.client() as client:
+                client.wait_until_serving(timeout=100)
+        except UnavailableError as error:
+            ends = [f"{kind}, {process.poll()}:\n{self.log(kind)[-1000:]}" for kind, process in self._processes]
+            raise AssertionError("\n".join([str(error), *ends])) from None
 
     def close(self) -> None:
         for _, process in reversed(self._processes):

@@ -3,6 +3,8 @@
 The build takes BASE_IMAGE, WHEELS and the other build arguments from the environment: see deploy/README.md.
 """
 
+import json
+import logging
 import os
 import shutil
 import subprocess
@@ -10,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
+from urllib.request import ProxyHandler, Request, build_opener
 
 import pytest
 from processes import free_port, wait_for
+from readers import Readers
 from synthetic_oracle import continue_greedily
 
 from blockplane.client.client import Client
@@ -23,6 +27,9 @@ COMPOSE_FILE = ROOT / "docker-compose.yml"
 PROMPT = list(range(50))
 IMAGE = "blockplane-test"
 USER_ID = "10001"
+NUM_STREAMS = 32
+
+logger = logging.getLogger(__name__)
 
 
 def run(*command: str, environ: dict[str, str] | None = None) -> str:
@@ -46,56 +53,91 @@ def compose_command() -> Sequence[str]:
 
 
 class Containers:
-    """The services of docker-compose.yml, as a project of the tests' own on a port of its own."""
+    """The services of docker-compose.yml, as a project of the tests' own on ports of its own."""
 
-    def __init__(self) -> None:
-        port = free_port()
+    def __init__(self, *profiles: str, **environ: str) -> None:
+        port, gateway_port = free_port(), free_port()
         self.address = f"127.0.0.1:{port}"
-        self._compose = (*compose_command(), "--project-name", f"blockplane-test-{port}", "--file", str(COMPOSE_FILE))
+        self.gateway_url = f"http://127.0.0.1:{gateway_port}"
+        project = f"blockplane-test-{port}"
+        self.network = f"{project}_default"
+        self._compose = (*compose_command(), "--project-name", project, "--file", str(COMPOSE_FILE))
+        self._compose += tuple(f"--profile={profile}" for profile in profiles)
         self._environ = os.environ | {
             "BLOCKPLANE_IMAGE": IMAGE,
             "BLOCKPLANE_MODEL": "synthetic",
+            # Containers may take minutes to start on a busy machine.
+            "BLOCKPLANE_MAX_QUEUE_SECONDS": "600",
             "BLOCKPLANE_NUM_THREADS": "1",
             "BLOCKPLANE_PORT": str(port),
+            "GATEWAY_IMAGE": f"{IMAGE}-gateway",
+            "GATEWAY_PORT": str(gateway_port),
             # Builders older than version 23 read the Dockerfile only with these.
             "COMPOSE_DOCKER_CLI_BUILD": "1",
             "DOCKER_BUILDKIT": "1",
+            **environ,
         }
 
-    def compose(self, *arguments: str) -> str:
-        return run(*self._compose, *arguments, environ=self._environ)
+    def compose(self, *arguments: str, **environ: str) -> str:
+        return run(*self._compose, *arguments, environ=self._environ | environ)
 
     def ids(self, *services: str) -> list[str]:
         return self.compose("ps", "--quiet", *services).split()
 
-    def workers_that_attached(self, num_times: int = 1) -> list[str]:
-        """The containers of both workers, once each has attached so often."""
-        workers = self.ids("worker")
-        for worker in workers:
-            wait_for(
-                lambda worker=worker: run("docker", "logs", worker).count("attached, with") >= num_times,  # type: ignore[misc]
-                f"{worker} attaches {num_times} times",
-                seconds=120,
-            )
-        return workers
+    def up(self) -> None:
+        self.compose("up", "--detach", "--no-build")
+        with Client(self.address) as client:
+            client.wait_until_serving(timeout=600)
+
+
+def attaches(worker: str) -> int:
+    return run("docker", "logs", worker).count("attached, with")
+
+
+def num_ready_workers(engine: str) -> int:
+    """As the engine's metrics have it."""
+    program = "from urllib.request import urlopen; print(urlopen('http://127.0.0.1:50052/metrics').read().decode())"
+    metrics = run("docker", "exec", engine, "python3", "-c", program)
+    (line,) = (line for line in metrics.splitlines() if line.startswith('blockplane:num_workers{condition="ready"}'))
+    return int(float(line.split()[1]))
+
+
+def wait_until_attached(worker: str, num_times: int = 1) -> None:
+    wait_for(lambda: attaches(worker) >= num_times, f"{worker} attaches {num_times} times", seconds=600)
+
+
+def wait_until_healthy(container: str) -> None:
+    health = ("docker", "inspect", "--format", "{{.State.Health.Status}}", container)
+    wait_for(lambda: run(*health) == "healthy\n", f"{container} is healthy", seconds=600)
 
 
 @pytest.fixture(scope="module")
 def _image() -> None:
-    Containers().compose("build", "engine")
+    Containers("gateway").compose("build", "engine", "gateway")
+
+
+def running(containers: Containers) -> Iterator[Containers]:
+    try:
+        containers.up()
+        yield containers
+    finally:
+        containers.compose("down", "--volumes")
 
 
 @pytest.fixture
 def containers(_image: None) -> Iterator[Containers]:
     """Engine, frontend and two workers, serving."""
-    started = Containers()
-    try:
-        started.compose("up", "--detach", "--no-build", "--scale", "worker=2")
-        with Client(started.address) as client:
-            client.wait_until_serving(timeout=120)
-        yield started
-    finally:
-        started.compose("down")
+    yield from running(Containers())
+
+
+@pytest.fixture
+def containers_with_gateway(_image: None) -> Iterator[Containers]:
+    yield from running(Containers("gateway"))
+
+
+@pytest.fixture
+def containers_with_journal(_image: None) -> Iterator[Containers]:
+    yield from running(Containers(BLOCKPLANE_JOURNAL="/journal/journal"))
 
 
 def stream(client: Client, num_tokens: int) -> Iterator[int]:
@@ -110,19 +152,53 @@ def test_every_setting_can_be_set_from_the_shell() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_published_port_serves_what_the_model_must_say(containers: Containers) -> None:
+def test_the_published_port_serves_what_the_model_must_say_and_all_are_healthy(containers: Containers) -> None:
     with Client(containers.address) as client:
         assert list(stream(client, 40)) == continue_greedily(PROMPT, 40, ignore_eos=True)
-    (frontend,) = containers.ids("frontend")
-    health = ("docker", "inspect", "--format", "{{.State.Health.Status}}", frontend)
-    wait_for(lambda: run(*health) == "healthy\n", "the health check agrees", seconds=60)
+    assert len(containers.ids("worker")) == 2
+    for container in containers.ids():
+        wait_until_healthy(container)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_32_streams_outlive_a_killed_worker_and_one_that_loses_its_network(containers: Containers) -> None:
+    killed, cut_off = containers.ids("worker")
+    (engine,) = containers.ids("engine")
+    wait_until_attached(killed)
+    wait_until_attached(cut_off)
+    with Readers(containers.address, NUM_STREAMS) as readers:
+        readers.go_on()
+        logger.info("%d streams are open at two workers", NUM_STREAMS)
+        run("docker", "kill", killed)
+        readers.go_on()
+        logger.info("one worker is killed: every stream goes on, %d have ended right", readers.num_streams)
+        run("docker", "start", killed)
+        wait_until_attached(killed, 2)
+        readers.go_on()
+        logger.info("it is started and attached again: every stream goes on, %d have ended right", readers.num_streams)
+        assert num_ready_workers(engine) == 2
+        run("docker", "network", "disconnect", containers.network, cut_off)
+        wait_for(lambda: num_ready_workers(engine) == 1, "the engine misses it", seconds=60)
+        readers.go_on()
+        logger.info("the other one has no network: every stream goes on, %d have ended right", readers.num_streams)
+        run("docker", "network", "connect", "--alias", "worker", containers.network, cut_off)
+        wait_until_attached(cut_off, 2)
+        readers.go_on()
+        logger.info(
+            "its network is back and it is attached: every stream goes on, %d have ended right", readers.num_streams
+        )
+        readers.end()
+    assert readers.num_streams >= NUM_STREAMS
+    logger.info("all %d streams had every token right", readers.num_streams)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_stream_outlives_the_containers_of_both_workers_which_come_back_and_serve(containers: Containers) -> None:
-    workers = containers.workers_that_attached()
-    assert len(workers) == 2
+    workers = containers.ids("worker")
+    for worker in workers:
+        wait_until_attached(worker)
     with Client(containers.address) as client, ThreadPoolExecutor() as reader:
         tokens = stream(client, 2000)
         first = next(tokens)
@@ -132,7 +208,63 @@ def test_a_stream_outlives_the_containers_of_both_workers_which_come_back_and_se
             subprocess.run(["docker", "exec", worker, "sh", "-c", "kill -KILL -1"])
         assert not rest.done()
         assert [first, *rest.result()] == continue_greedily(PROMPT, 2000, ignore_eos=True)
-    assert containers.workers_that_attached(2) == workers
+    for worker in workers:
+        wait_until_attached(worker, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_streams_outlive_the_replacing_of_every_container_as_an_upgrade_does_it(
+    containers_with_journal: Containers,
+) -> None:
+    """README.md's commands, section "Upgrade"; the newer image is the same one by another name."""
+    containers, newer = containers_with_journal, f"{IMAGE}:newer"
+    run("docker", "tag", IMAGE, newer)
+    old_workers = containers.ids("worker")
+    for worker in old_workers:
+        wait_until_attached(worker)
+
+    def up(*arguments: str) -> None:
+        containers.compose("up", "--detach", "--no-deps", "--no-build", *arguments, BLOCKPLANE_IMAGE=newer)
+
+    with Readers(containers.address, 8, reattach_seconds=120) as readers:
+        readers.go_on()
+        up("engine")
+        readers.go_on()
+        logger.info("the engine is replaced: every stream goes on, %d have ended right", readers.num_streams)
+        up("frontend")
+        readers.go_on()
+        logger.info("the frontend is replaced: every stream goes on, %d have ended right", readers.num_streams)
+        up("--no-recreate", "--scale", "worker=4", "worker")
+        for worker in {*containers.ids("worker")} - {*old_workers}:
+            wait_until_attached(worker)
+        for worker in old_workers:
+            run("docker", "stop", "-t", "45", worker)
+            readers.go_on()
+        logger.info("the workers are replaced: every stream goes on, %d have ended right", readers.num_streams)
+        readers.end()
+    logger.info("all %d streams had every token right", readers.num_streams)
+    inspect = ("docker", "inspect", "--format", "{{.Config.Image}} {{.State.Running}}")
+    assert [run(*inspect, each) for each in containers.ids()].count(f"{newer} true\n") == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_gateway_answers_as_openai_does(containers_with_gateway: Containers) -> None:
+    containers = containers_with_gateway
+    (gateway,) = containers.ids("gateway")
+    wait_until_healthy(gateway)
+    assert run("docker", "exec", gateway, "id", "-u").strip() == USER_ID
+    body = {"model": "synthetic", "prompt": "a sea", "max_tokens": 20, "temperature": 0}
+    request = Request(
+        f"{containers.gateway_url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with build_opener(ProxyHandler({})).open(request, timeout=60) as answer:
+        (choice,) = json.load(answer)["choices"]
+    with Client(containers.address) as client:
+        # The gateway puts no BOS token before a text, whose other ids are its bytes.
+        deltas = client.generate(list(b"a sea"), max_tokens=20, temperature=0)
+        assert choice["text"] == "".join(delta.text for delta in deltas)
 
 
 @pytest.mark.slow
@@ -142,6 +274,10 @@ def test_processes_have_no_privilege_and_end_with_0_when_told_to(containers: Con
     assert len(ids) == 4
     for container in ids:
         assert run("docker", "exec", container, "id", "-u").strip() == USER_ID
-        assert not answers("docker", "exec", container, "touch", "/home/blockplane/changed")
+        for folder in ("/", "/home/blockplane", "/opt/blockplane", "/var/tmp"):
+            refused = subprocess.run(["docker", "exec", container, "touch", f"{folder}/changed"], capture_output=True)
+            assert refused.returncode
+            assert b"Read-only file system" in refused.stderr
+        assert run("docker", "exec", container, "grep", "CapEff", "/proc/1/status").split()[1] == "0" * 16
     containers.compose("stop")
     assert [run("docker", "inspect", "--format", "{{.State.ExitCode}}", container) for container in ids] == ["0\n"] * 4

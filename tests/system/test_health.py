@@ -173,7 +173,7 @@ def test_a_stopped_engine_is_away_in_time_and_a_frontend_that_is_told_to_stop_le
         frontend.terminate()
         watch.expect(SERVING, NOT_SERVING, SERVING, NOT_SERVING, seconds=SLACK_SECONDS)
         with pytest.raises(UnavailableError, match="this frontend is stopping") as refused:
-            list(client.generate(PROMPT, max_tokens=1))
+            list(client.generate(PROMPT, max_tokens=1, max_retries=0))
         assert refused.value.retry_after_seconds == 1.0
         tokens += [token_id for token_ids in stream for token_id in token_ids]
         assert tokens == continue_greedily(PROMPT, 100, ignore_eos=True)

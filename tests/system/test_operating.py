@@ -3,15 +3,19 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
+from perfetto_reader import ReadTrace
 from processes import System, running_system
 from synthetic_oracle import continue_greedily
 
+from blockplane.client.cli import main
 from blockplane.client.client import Client
 from blockplane.client.kv_index import KVIndex
+from blockplane.client.timeline import STATIONS
 from blockplane.protos.errors import DeadlineError
 from blockplane.protos.kv_events_wire import kv_event_batch_from_proto
 from blockplane.v1 import engine_pb2 as pb
@@ -114,3 +118,21 @@ def test_statistics_count_prompts_and_what_was_cached_of_them(client: Client, en
     assert after.num_prompt_tokens - before.num_prompt_tokens == 2 * len(prompt)
     assert after.num_cached_tokens - before.num_cached_tokens == 3 * BLOCK_SIZE
     assert len(after.num_common_prefix_blocks) == 3, "the model has two groups of full attention and one of a window"
+
+
+def test_a_trace_of_real_steps_shows_where_each_of_them_was(
+    system: System, client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    list(client.generate([1, 2, 3], max_tokens=20, ignore_eos=True))
+    path, before = tmp_path / "trace", time.time_ns()
+    assert main(["trace", "--engine-address", system.engine_address, "--steps", "10", "--output", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("10 steps of 1 worker group in ")
+    read = ReadTrace(path.read_bytes())
+    assert len(read.slices) == len(STATIONS)
+    for name, begin_name, _ in STATIONS:
+        slices = sorted(read.slices[f"worker group 0/{name}"], key=lambda each: each[1])
+        assert len({step for step, _, _ in slices}) == len(slices) == 10, begin_name
+        assert all(0 < begin <= end <= before for _, begin, end in slices)
+    durations = {name: sum(end - begin for _, begin, end in slices) for name, slices in read.slices.items()}
+    assert min(durations[f"worker group 0/{name}"] for name in ("inputs", "forward", "sampling")) > 0
+    assert sum(read.counters["worker group 0/tokens"]) == 10

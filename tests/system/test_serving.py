@@ -306,7 +306,7 @@ def test_a_full_queue_refuses_with_a_retry_and_accepted_streams_all_end_right(cl
 
     def run(index: int) -> list[int] | None:
         try:
-            return tokens_of(client, [index % 250 + 1], 12)
+            return tokens_of(client, [index % 250 + 1], 20)
         except CapacityError:
             refused.set()
             return None
@@ -316,19 +316,19 @@ def test_a_full_queue_refuses_with_a_retry_and_accepted_streams_all_end_right(cl
     assert refused.is_set()
     for index, tokens in enumerate(results):
         if tokens is not None:
-            assert tokens == continue_greedily([index % 250 + 1], 12, ignore_eos=True)
+            assert tokens == continue_greedily([index % 250 + 1], 20, ignore_eos=True)
 
 
-def test_health_and_reflection_name_the_service(system: System) -> None:
+def test_health_and_reflection_name_the_services(system: System) -> None:
     with grpc.insecure_channel(system.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        for service in ("", "blockplane.v1.Inference"):
+        for service in ("", "blockplane.v1.Inference", "vllm.grpc.engine.VllmEngine"):
             answer = health.Check(health_pb2.HealthCheckRequest(service=service))
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         (listed,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]))
     names = {service.name for service in listed.list_services_response.service}
-    assert {"blockplane.v1.Inference", "grpc.health.v1.Health"} <= names
+    assert {"blockplane.v1.Inference", "vllm.grpc.engine.VllmEngine", "grpc.health.v1.Health"} <= names
 
 
 def test_the_model_is_described_as_the_engine_serves_it(client: Client) -> None:
