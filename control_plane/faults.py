@@ -1,6 +1,6 @@
-"""What becomes of a servicer's own fault, and of bytes that are no message: both end the call. Knows no service.
+"""How what a servicer raises, and bytes that are no message, end a call by a gRPC status. Knows no service.
 
-A fault ends it INTERNAL with an id, and the log has the trace under it.
+Here alone our errors become statuses. A fault ends a call INTERNAL with an id, which the log has with its trace.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 import grpc
 
-from blockplane.control_plane.statuses import end_with
 from blockplane.protos.decoding import decoded
+from blockplane.protos.error_details import trailing_metadata
 from blockplane.protos.errors import BlockplaneError
 
 logger = logging.getLogger(__name__)
@@ -86,11 +86,16 @@ def _reporting(behavior: Callable[..., Any], decode: Callable[[Any], Any], metho
 
 async def _report(fault: Exception, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
     if isinstance(fault, BlockplaneError):
-        await end_with(fault, context)
+        await _end_with(fault, context)
     if isinstance(fault, grpc.aio.BaseError):
         # An end that the servicer chose, or a client that is gone.
         raise fault
     fault_id = secrets.token_hex(4)
     logger.error("fault %s in %s", fault_id, method, exc_info=fault)
     sentence = f"this is a fault of the server's, {fault_id} in its log; report it with that line."
-    await end_with(BlockplaneError(sentence), context)
+    await _end_with(BlockplaneError(sentence), context)
+
+
+async def _end_with(error: BlockplaneError, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
+    """With the error's status and sentence, and with what programs may read of it."""
+    await context.abort(error.status, str(error), trailing_metadata(error))

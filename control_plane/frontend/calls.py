@@ -23,7 +23,6 @@ from blockplane.control_plane.frontend.request_counts import RequestCounts, Stop
 from blockplane.control_plane.frontend.sample import Sample
 from blockplane.control_plane.frontend.text import Text
 from blockplane.control_plane.frontend.token_stream import Reader, TokenStream
-from blockplane.control_plane.statuses import end_with
 from blockplane.protos.config import Config
 from blockplane.protos.delivery import Submission
 from blockplane.protos.errors import BlockplaneError, CapacityError, QueueFullError, UnavailableError
@@ -111,24 +110,17 @@ class Calls:
             await self._grammar_checks.stop()
             self._long_texts.shutdown(wait=False, cancel_futures=True)
 
-    async def stream(self, call: Callable[[Reader], Awaitable[None]], context: Context) -> None:
-        """Have a call stream, and end it with the error that it raises."""
-        reader = Reader(self._config.parked_seconds)
-        try:
-            with self.counts.counted():
-                await self._run(call, reader)
-        except BlockplaneError as error:
-            await end_with(error, context)
-
-    async def _run(self, call: Callable[[Reader], Awaitable[None]], reader: Reader) -> None:
-        try:
-            async with reader:
-                await call(reader)
-        except TimeoutError:
-            raise CapacityError(
-                f"nothing of the stream was read for {self._config.parked_seconds} s while more than"
-                f" {self._config.stream_buffer_tokens} tokens waited; send the request again, and read faster."
-            ) from None
+    async def stream(self, call: Callable[[Reader], Awaitable[None]]) -> None:
+        """Have a call stream. Raises what it raises, and CapacityError where nobody reads it."""
+        with self.counts.counted():
+            try:
+                async with Reader(self._config.parked_seconds) as reader:
+                    await call(reader)
+            except TimeoutError:
+                raise CapacityError(
+                    f"nothing of the stream was read for {self._config.parked_seconds} s while more than"
+                    f" {self._config.stream_buffer_tokens} tokens waited; send the request again, and read faster."
+                ) from None
 
     @asynccontextmanager
     async def submitted(

@@ -14,14 +14,13 @@ from blockplane.control_plane.frontend.requests import submission_of, text_param
 from blockplane.control_plane.frontend.responses import response_of
 from blockplane.control_plane.frontend.resume import resumed_samples, resumed_streams
 from blockplane.control_plane.frontend.token_stream import Reader
-from blockplane.control_plane.statuses import end_with
 from blockplane.protos.errors import BlockplaneError
 from blockplane.v1 import inference_pb2 as pb
 from blockplane.v1.inference_pb2_grpc import InferenceServicer
 
 
 class InferenceService(InferenceServicer):
-    """Serves clients of our own protocol."""
+    """Serves clients of our own protocol. Its errors end a call as its server's `FaultReports` has it."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -30,12 +29,12 @@ class InferenceService(InferenceServicer):
     async def Generate(  # type: ignore[override]
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        await self._calls.stream(partial(self._generate, request, context), context)
+        await self._calls.stream(partial(self._generate, request, context))
 
     async def Resume(  # type: ignore[override]
         self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        await self._calls.stream(partial(self._resume, request, context), context)
+        await self._calls.stream(partial(self._resume, request, context))
 
     async def _generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any], reader: Reader
@@ -85,10 +84,7 @@ class InferenceService(InferenceServicer):
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetModelInfoResponse:
-        try:
-            model, text = self._calls.require_served()
-        except BlockplaneError as error:
-            await end_with(error, context)
+        model, text = self._calls.require_served()
         return pb.GetModelInfoResponse(
             name=model.name,
             vocab_size=model.vocab_size,

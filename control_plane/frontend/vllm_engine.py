@@ -23,7 +23,6 @@ from blockplane.control_plane.frontend.vllm_kv_events import Subscription
 from blockplane.control_plane.frontend.vllm_requests import request_of
 from blockplane.control_plane.frontend.vllm_responses import Responses
 from blockplane.control_plane.frontend.vllm_tokenizer import archive_chunks, tokenizer_archive
-from blockplane.control_plane.statuses import end_with
 from blockplane.protos.config import Config
 from blockplane.protos.errors import (
     AbortedError,
@@ -37,7 +36,10 @@ from blockplane.protos.model import ModelInfo
 
 
 class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc] # the published stubs are untyped
-    """Serves gateways, and whoever else speaks to vLLM by gRPC, over the same calls as our own service."""
+    """Serves gateways, and whoever else speaks to vLLM by gRPC, over the same calls as our own service.
+
+    Its errors end a call as its server's `FaultReports` has it.
+    """
 
     def __init__(self, calls: Calls, config: Config) -> None:
         self._calls, self._config = calls, config
@@ -48,7 +50,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
 
     # A call is written to, not yielded from: a write that its client does not take can be given up.
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
-        await self._calls.stream(partial(self._generate, request, context), context)
+        await self._calls.stream(partial(self._generate, request, context))
 
     async def _generate(self, request: vllm.GenerateRequest, context: Context, reader: Reader) -> None:
         """One request's way: to a request of our own protocol, to the engine, tokens to messages, until all have ended.
@@ -73,7 +75,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         return vllm.AbortResponse()
 
     async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
-        await _refuse("Embed", context)
+        _refuse("Embed")
 
     # -- what there is -------------------------------------------------------------------------------------------------
 
@@ -83,15 +85,12 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
             self._calls.require_served()
         except BlockplaneError as error:
             if not self._calls.has_served:
-                await end_with(error, context)
+                raise
             return vllm.HealthCheckResponse(healthy=False, message=str(error))
         return vllm.HealthCheckResponse(healthy=True)
 
     async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:
-        try:
-            model, _ = self._calls.require_served()
-        except BlockplaneError as error:
-            await end_with(error, context)
+        model, _ = self._calls.require_served()
         return vllm_info.model_info(model)
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:
@@ -99,19 +98,13 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         return vllm_info.server_info(self._config, self._calls.link.num_streams, uptime_seconds)
 
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:
-        try:
-            statistics = await engine_queries.statistics(self._calls.link)
-        except BlockplaneError as error:
-            await end_with(error, context)
+        statistics = await engine_queries.statistics(self._calls.link)
         return vllm_info.loads(statistics, self._config.num_seqs_buckets[-1])
 
     async def GetTokenizer(
         self, request: common.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[common.GetTokenizerChunk]:
-        try:
-            model, text = self._calls.require_served()
-        except BlockplaneError as error:
-            await end_with(error, context)
+        model, text = self._calls.require_served()
         if self._archive is None or self._archive[0] != model:
             self._archive = (model, await asyncio.to_thread(tokenizer_archive, model, text))
         for chunk in archive_chunks(self._archive[1]):
@@ -123,9 +116,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         try:
             await self._relay(request, context)
         except CapacityError as error:
-            await end_with(DataLossError(str(error)), context)
-        except BlockplaneError as error:
-            await end_with(error, context)
+            raise DataLossError(str(error)) from None
 
     async def _relay(self, request: common.SubscribeKvEventsRequest, context: Context) -> None:
         """Begins with all that is cached, under numbers of its own, so that no subscription can go on for another."""
@@ -142,19 +133,16 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
 
     async def FlushCache(self, request: common.FlushCacheRequest, context: Context) -> common.FlushCacheResponse:
         """At once, whatever runs: requests keep the blocks that they have, and others find none of them."""
-        try:
-            await engine_queries.reset_prefix_cache(self._calls.link)
-        except BlockplaneError as error:
-            await end_with(error, context)
+        await engine_queries.reset_prefix_cache(self._calls.link)
         return common.FlushCacheResponse(success=True, message="No block that was cached before is found any more.")
 
     # -- profiles ------------------------------------------------------------------------------------------------------
 
     async def StartProfile(self, request: common.StartProfileRequest, context: Context) -> common.ProfileResponse:
-        await _refuse("StartProfile", context)
+        _refuse("StartProfile")
 
     async def StopProfile(self, request: common.StopProfileRequest, context: Context) -> common.ProfileResponse:
-        await _refuse("StopProfile", context)
+        _refuse("StopProfile")
 
 
 async def _write(context: Context, responses: Responses, index: int, delta: Delta) -> None:
@@ -162,5 +150,5 @@ async def _write(context: Context, responses: Responses, index: int, delta: Delt
         await context.write(response)
 
 
-async def _refuse(method: str, context: Context) -> NoReturn:
-    await end_with(UnsupportedError(f"{method} is not served by Blockplane; do without it."), context)
+def _refuse(method: str) -> NoReturn:
+    raise UnsupportedError(f"{method} is not served by Blockplane; do without it.")
