@@ -11,8 +11,8 @@ import grpc
 
 from blockplane.control_plane.engine.engine import Engine
 from blockplane.control_plane.engine.server import EngineServer
-from blockplane.control_plane.serving import listening_server
 from blockplane.protos.config import load_config
+from blockplane.protos.listening import listening_server
 from blockplane.v1 import engine_pb2 as pb
 from blockplane.v1.engine_pb2_grpc import add_EngineServicer_to_server
 

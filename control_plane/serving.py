@@ -1,4 +1,4 @@
-"""How a control-plane process listens and stops; knows no service."""
+"""How a control-plane process serves until it is told to stop; knows no service."""
 
 import asyncio
 import signal
@@ -7,33 +7,10 @@ from typing import Any
 
 import grpc
 
-from blockplane.control_plane.authentication import Authentication
-from blockplane.control_plane.faults import FaultReports
-from blockplane.control_plane.ports import open_port
-from blockplane.control_plane.tokens import Tokens
-from blockplane.control_plane.tracing import Tracing
-from blockplane.protos.channel import PEER_OPTIONS, ChannelOptions
-from blockplane.protos.config import Config
-
-_DEFAULTS = Config()
-
 GRACE_SECONDS = 2.0
 """How long open calls may take to hear that they have ended."""
 
 Drain = Callable[[], Coroutine[Any, Any, None]]
-
-
-def listening_server(
-    address: str, options: ChannelOptions = PEER_OPTIONS, config: Config = _DEFAULTS
-) -> grpc.aio.Server:
-    """A server bound to `address`, not started yet. Raises ConfigurationError as `open_port` and `Tokens` do."""
-    # The first of them sees how the others end a call.
-    interceptors: list[grpc.aio.ServerInterceptor] = [FaultReports(), Tracing()]
-    if config.tokens:
-        interceptors.append(Authentication(Tokens(config.tokens)))
-    server = grpc.aio.server(options=options, interceptors=interceptors)
-    open_port(server, address, config)
-    return server
 
 
 async def serve_until_stopped(

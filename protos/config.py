@@ -78,11 +78,27 @@ class Config:
     journal: str = _setting("", "file of the engine's journal, from which requests outlive it; none = no journal")
     journal_seconds: int = _setting(3600, "seconds that the journal keeps ended requests")
     record: str = _setting("", "file in which a worker records plans and results, for `blockplane replay`")
+    tensor_parallel_size: int = _setting(1, "ranks of each worker group, among which the model is divided")
+    context_parallel_size: int = _setting(1, "of those, ranks that share the positions of the same heads' KV")
+    rendezvous_seconds: int = _setting(60, "seconds that ranks wait for the others of their group")
+    group: str = _setting("", "name of the worker group that a worker is a rank of; none = it is a group alone")
+    rank: int = _setting(0, "which rank of its group a worker is, from 0 on")
+    rendezvous_host: str = _setting("", "host by which other ranks reach this one; none = as it reaches the engine")
+    max_imbalance_percent: int = _setting(20, "how far above the mean a group's load may go for a cached prefix")
+    role: str = _setting("both", "what a worker is for: both, prefill (then others go on) or decode")
+    transfer_address: str = _setting("", "where a worker lets others read its KV blocks, host:port; none = nowhere")
+    transport: str = _setting("auto", "how workers read each other's blocks: auto or grpc; nixl is not built yet")
+    transfer_seconds: int = _setting(30, "seconds that moving a request's blocks may take; then they are computed anew")
     num_threads: int = _setting(0, "threads of a CPU worker; 0 = one for each core it may use")
     device: str = _setting("auto", "where a worker computes: cpu, neuron, or auto (neuron if it is there)")
     compile_cache: str = _setting("", "folder of graphs, of a device that compiles them; none = ~/.cache/blockplane")
     compile_cache_miss: str = _setting("compile", "what to do about a graph that is not there: compile, or fail")
     log_level: str = _setting("info", "debug, info, warning or error")
+
+    @property
+    def group_block_size(self) -> int:
+        """Tokens per KV block of a whole worker group: of each, every rank of a context-parallel group keeps a part."""
+        return self.block_size * self.context_parallel_size
 
     @property
     def kv_segment_size(self) -> int:
@@ -211,7 +227,9 @@ def _whole_number(value: Any) -> int:
 def _check(config: Config) -> None:
     _check_drafts(config)
     _check_tls(config)
-    _check_metrics_address(config.metrics_address)
+    _check_port("metrics_address", config.metrics_address)
+    _check_port("transfer_address", config.transfer_address)
+    _check_ranks(config)
     for name, least in _LEAST.items():
         if getattr(config, name) < least:
             raise ConfigurationError(f"{name} is {getattr(config, name)}; give at least {least}.")
@@ -246,10 +264,20 @@ def _check_tls(config: Config) -> None:
         )
 
 
-def _check_metrics_address(address: str) -> None:
+def _check_port(name: str, address: str) -> None:
     host, _, port = address.rpartition(":")
     if address and not (host and port.isdecimal() and int(port) < 1 << 16):
-        raise ConfigurationError(f"metrics_address is {address!r}; give host:port, such as 127.0.0.1:50052.")
+        raise ConfigurationError(f"{name} is {address!r}; give host:port, such as 127.0.0.1:50052.")
+
+
+def _check_ranks(config: Config) -> None:
+    if config.context_parallel_size and config.tensor_parallel_size % config.context_parallel_size:
+        raise ConfigurationError(
+            f"context_parallel_size is {config.context_parallel_size} and does not divide tensor_parallel_size,"
+            f" {config.tensor_parallel_size}: choose one that does."
+        )
+    if config.rank and not config.group:
+        raise ConfigurationError(f"rank is {config.rank} and group is empty; name the group that the ranks make.")
 
 
 def _check_bucket_lists(config: Config) -> None:
@@ -304,6 +332,12 @@ _LEAST = {
     "parked_seconds": 0,
     "journal_seconds": 0,
     "num_threads": 0,
+    "tensor_parallel_size": 1,
+    "context_parallel_size": 1,
+    "rendezvous_seconds": 1,
+    "rank": 0,
+    "max_imbalance_percent": 0,
+    "transfer_seconds": 1,
 }
 _CHOICES = {
     "dtype": ("bfloat16", "float32"),
@@ -317,5 +351,7 @@ _CHOICES = {
     "channelz": ("on", "off"),
     "device": ("auto", "cpu", "neuron"),
     "compile_cache_miss": ("compile", "fail"),
+    "role": ("both", "prefill", "decode"),
+    "transport": ("auto", "grpc", "nixl"),
     "log_level": ("debug", "info", "warning", "error"),
 }

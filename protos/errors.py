@@ -128,11 +128,28 @@ class ConfigurationError(BlockplaneError):
     reason = "CONFIGURATION"
 
 
+class BlocksGoneError(BlockplaneError):
+    """A worker has not, or has no more, the KV blocks that another asks for: compute what they held anew."""
+
+    status = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "BLOCKS_GONE"
+
+
 class ModelError(BlockplaneError):
     """The checkpoint cannot be served: it lacks something, or holds something that we do not know."""
 
     status = grpc.StatusCode.FAILED_PRECONDITION
     reason = "MODEL"
+
+
+class RanksError(BlockplaneError):
+    """A worker group lacks some of its ranks, or they do not belong together: see to those that the message names.
+
+    It says nothing against a rank that has served before: that one tries again.
+    """
+
+    status = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "RANKS"
 
 
 class ProtocolError(BlockplaneError):

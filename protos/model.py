@@ -1,6 +1,20 @@
 """What the planes tell each other of a model; knows neither its weights nor its layers' arithmetic."""
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+FINGERPRINT_BYTES = 16
+
+
+def joined_fingerprint(fingerprints: Sequence[bytes]) -> bytes:
+    """That of models, or of one model's shards, that work together, in this order; empty if one does not say.
+
+    FINGERPRINT_BYTES of BLAKE2b over all of them.
+    """
+    if not all(fingerprints):
+        return b""
+    return hashlib.blake2b(b"".join(fingerprints), digest_size=FINGERPRINT_BYTES).digest()
 
 
 @dataclass(frozen=True, slots=True)

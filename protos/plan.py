@@ -44,6 +44,7 @@ class Configure:
         keeps_kv: the KV cache of the attach before is still there, and used; rows start anew in any case.
         last_step: plans are numbered from the next on.
         heartbeat_milliseconds: how often the worker says that it lives; 0 = never.
+        context_parallel_size: ranks that share the positions of each block, which spans block_size of them.
     """
 
     block_size: int
@@ -61,6 +62,12 @@ class Configure:
     keeps_kv: bool = False
     last_step: int = 0
     heartbeat_milliseconds: int = 0
+    context_parallel_size: int = 1
+
+    @property
+    def rank_block_size(self) -> int:
+        """Tokens of a block that one rank keeps: as many places as its caches have for a block."""
+        return self.block_size // self.context_parallel_size
 
     @property
     def max_num_batched_tokens(self) -> int:

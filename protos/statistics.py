@@ -59,8 +59,12 @@ class EngineStatistics:
     Attributes:
         num_lost_workers: how often a worker that was ready was lost.
         num_dropped_results: results of another attach, or of steps that had their answers.
-        num_held: requests at no group: none is ready, or they may have killed a worker and wait for their turn.
+        num_held: requests at no group: none is ready, or they may have killed a worker and wait for their turn, or
+            their blocks move.
         num_suspects: requests that were in the step when a worker was lost, and got no token since.
+        num_transfers, num_failed_transfers: requests that went on at another group with their blocks, or without since
+            these could not be had.
+        num_transferred_blocks: that moved.
     """
 
     total: Statistics
@@ -69,3 +73,6 @@ class EngineStatistics:
     num_dropped_results: int = 0
     num_held: int = 0
     num_suspects: int = 0
+    num_transfers: int = 0
+    num_failed_transfers: int = 0
+    num_transferred_blocks: int = 0

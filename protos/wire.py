@@ -10,6 +10,7 @@ from blockplane.protos.model import GenerationDefaults, LayerKVSpec, ModelInfo
 from blockplane.protos.plan import Admission, Configure, Int32Array, StepPlan, StepResult
 from blockplane.protos.sampling_wire import sampling_from_proto, sampling_to_proto
 from blockplane.protos.statistics import EngineStatistics, Statistics
+from blockplane.protos.transfer import Fetch
 from blockplane.v1 import engine_pb2 as pb
 
 PROTOCOL_VERSION = 4
@@ -125,6 +126,7 @@ def configure_to_proto(configure: Configure) -> pb.Configure:
         keeps_kv=configure.keeps_kv,
         last_step=configure.last_step,
         heartbeat_milliseconds=configure.heartbeat_milliseconds,
+        context_parallel_size=configure.context_parallel_size,
     )
 
 
@@ -147,6 +149,7 @@ def configure_from_proto(proto: pb.Configure) -> Configure:
         keeps_kv=proto.keeps_kv,
         last_step=proto.last_step,
         heartbeat_milliseconds=proto.heartbeat_milliseconds,
+        context_parallel_size=proto.context_parallel_size or 1,
     )
 
 
@@ -242,6 +245,19 @@ def layer_from_proto(proto: pb.LayerKVSpec) -> LayerKVSpec:
     )
 
 
+def fetch_to_proto(fetch: Fetch, rank: int) -> pb.FetchBlocks:
+    """As that rank is told of it."""
+    return pb.FetchBlocks(
+        transfer_id=fetch.transfer_id,
+        transport=fetch.transport,
+        address=fetch.addresses[rank],
+        source_epoch=fetch.source_epoch,
+        source_block_ids=column_to_bytes(fetch.source_block_ids),
+        block_ids=column_to_bytes(fetch.block_ids),
+        timeout_seconds=fetch.timeout_seconds,
+    )
+
+
 def statistics_to_proto(statistics: EngineStatistics) -> pb.GetStatisticsResponse:
     return pb.GetStatisticsResponse(
         **asdict(statistics.total),
@@ -250,6 +266,9 @@ def statistics_to_proto(statistics: EngineStatistics) -> pb.GetStatisticsRespons
         num_lost_workers=statistics.num_lost_workers,
         num_held=statistics.num_held,
         num_suspects=statistics.num_suspects,
+        num_transfers=statistics.num_transfers,
+        num_failed_transfers=statistics.num_failed_transfers,
+        num_transferred_blocks=statistics.num_transferred_blocks,
         groups=[group_statistics_to_proto(number, group) for number, group in sorted(statistics.groups.items())],
     )
 

@@ -184,7 +184,7 @@ FORBIDDEN = {
         "from kernels import slots",
     ],
     "client.x": [
-        "from blockplane.control_plane.serving import listening_server",
+        "from blockplane.control_plane.serving import serve_until_stopped",
         "import blockplane.data_plane",
         "import torch",
     ],

@@ -10,9 +10,10 @@ from blockplane.control_plane.engine.server import EngineServer
 from blockplane.control_plane.health import HEALTH, Health
 from blockplane.control_plane.introspection import add_introspection
 from blockplane.control_plane.on_loop import on_loop
-from blockplane.control_plane.serving import listening_server, serve_until_stopped
+from blockplane.control_plane.serving import serve_until_stopped
 from blockplane.protos.channel import peer_options
 from blockplane.protos.config import Config
+from blockplane.protos.listening import listening_server
 from blockplane.protos.metrics_port import MetricsPort
 from blockplane.protos.process import run_process
 from blockplane.v1 import admin_pb2, engine_pb2

@@ -18,9 +18,10 @@ from blockplane.control_plane.frontend.vllm_engine import VllmEngineService
 from blockplane.control_plane.health import HEALTH, Health
 from blockplane.control_plane.introspection import add_introspection
 from blockplane.control_plane.on_loop import on_loop
-from blockplane.control_plane.serving import listening_server, serve_until_stopped
+from blockplane.control_plane.serving import serve_until_stopped
 from blockplane.protos.channel import CLIENT_OPTIONS
 from blockplane.protos.config import Config
+from blockplane.protos.listening import listening_server
 from blockplane.protos.metrics_port import MetricsPort
 from blockplane.protos.model import ModelInfo
 from blockplane.protos.process import run_process

@@ -7,13 +7,13 @@ from typing import Any
 
 import grpc
 
-from blockplane.control_plane.authentication import caller_of
 from blockplane.control_plane.frontend.calls import Calls, tell
 from blockplane.control_plane.frontend.delta import Delta
 from blockplane.control_plane.frontend.requests import submission_of, text_params_of
 from blockplane.control_plane.frontend.responses import response_of
 from blockplane.control_plane.frontend.resume import resumed_samples, resumed_streams
 from blockplane.control_plane.frontend.token_stream import Reader
+from blockplane.protos.authentication import caller_of
 from blockplane.protos.errors import BlockplaneError
 from blockplane.v1 import inference_pb2 as pb
 from blockplane.v1.inference_pb2_grpc import InferenceServicer

@@ -13,7 +13,6 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2 as common
 
-from blockplane.control_plane.authentication import caller_of
 from blockplane.control_plane.frontend import engine_queries, vllm_info
 from blockplane.control_plane.frontend.calls import Calls, Context, tell
 from blockplane.control_plane.frontend.delta import Delta
@@ -23,6 +22,7 @@ from blockplane.control_plane.frontend.vllm_kv_events import Subscription
 from blockplane.control_plane.frontend.vllm_requests import request_of
 from blockplane.control_plane.frontend.vllm_responses import Responses
 from blockplane.control_plane.frontend.vllm_tokenizer import archive_chunks, tokenizer_archive
+from blockplane.protos.authentication import caller_of
 from blockplane.protos.config import Config
 from blockplane.protos.errors import (
     AbortedError,

@@ -36,7 +36,7 @@ def server_info(config: Config, num_requests: int, uptime_seconds: float) -> vll
         active_requests=num_requests,
         uptime_seconds=uptime_seconds,
         data_parallel_size=1,
-        block_size=config.block_size,
+        block_size=config.group_block_size,
         max_num_seqs=config.num_seqs_buckets[-1],
         model_dtype=config.dtype,
         kv_cache_dtype=config.kv_cache_dtype,

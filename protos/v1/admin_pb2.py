@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from blockplane.v1 import engine_pb2 as blockplane_dot_v1_dot_engine__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62lockplane/v1/admin.proto\x12\rblockplane.v1\x1a\x1a\x62lockplane/v1/engine.proto\"\x14\n\x12ListWorkersRequest\"=\n\x13ListWorkersResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.blockplane.v1.Worker\"\x95\x02\n\x06Worker\x12\r\n\x05group\x18\x01 \x01(\r\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0c\n\x04peer\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\x06\x12\x18\n\x10protocol_version\x18\x05 \x01(\r\x12\r\n\x05model\x18\x06 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\x0c\x12\x14\n\x0cweight_epoch\x18\x08 \x01(\r\x12\x18\n\x10\x61ttached_seconds\x18\t \x01(\x01\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x12\n\nblock_size\x18\x0b \x01(\r\x12\x32\n\nstatistics\x18\x0c \x01(\x0b\x32\x1e.blockplane.v1.GroupStatistics\"#\n\x12\x44rainWorkerRequest\x12\r\n\x05group\x18\x01 \x01(\r\"\x15\n\x13\x44rainWorkerResponse\"%\n\x14UndrainWorkerRequest\x12\r\n\x05group\x18\x01 \x01(\r\"\x17\n\x15UndrainWorkerResponse\"%\n\x14ReloadWeightsRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\'\n\x15ReloadWeightsResponse\x12\x0e\n\x06groups\x18\x01 \x03(\r\"$\n\x0fGetStepsRequest\x12\x11\n\tnum_steps\x18\x01 \x01(\r\"\xd8\x02\n\x10GetStepsResponse\x12\r\n\x05group\x18\x01 \x01(\r\x12\r\n\x05steps\x18\x02 \x01(\x0c\x12\x11\n\tscheduled\x18\x03 \x01(\x0c\x12\x0f\n\x07planned\x18\x04 \x01(\x0c\x12\x10\n\x08received\x18\x05 \x01(\x0c\x12\r\n\x05\x62\x65gan\x18\x06 \x01(\x0c\x12\x10\n\x08prepared\x18\x07 \x01(\x0c\x12\x10\n\x08\x63omputed\x18\x08 \x01(\x0c\x12\x0f\n\x07sampled\x18\t \x01(\x0c\x12\x0c\n\x04sent\x18\n \x01(\x0c\x12\x10\n\x08\x61nswered\x18\x0b \x01(\x0c\x12\x0f\n\x07settled\x18\x0c \x01(\x0c\x12\x11\n\tdelivered\x18\r \x01(\x0c\x12\x1a\n\x12num_prefill_tokens\x18\x0e \x01(\x0c\x12\x19\n\x11num_decode_tokens\x18\x0f \x01(\x0c\x12\x19\n\x11num_bucket_tokens\x18\x10 \x01(\x0c\x12\x16\n\x0enum_plan_bytes\x18\x11 \x01(\x0c\x32\xba\x03\n\x05\x41\x64min\x12T\n\x0bListWorkers\x12!.blockplane.v1.ListWorkersRequest\x1a\".blockplane.v1.ListWorkersResponse\x12T\n\x0b\x44rainWorker\x12!.blockplane.v1.DrainWorkerRequest\x1a\".blockplane.v1.DrainWorkerResponse\x12Z\n\rUndrainWorker\x12#.blockplane.v1.UndrainWorkerRequest\x1a$.blockplane.v1.UndrainWorkerResponse\x12Z\n\rReloadWeights\x12#.blockplane.v1.ReloadWeightsRequest\x1a$.blockplane.v1.ReloadWeightsResponse\x12M\n\x08GetSteps\x12\x1e.blockplane.v1.GetStepsRequest\x1a\x1f.blockplane.v1.GetStepsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62lockplane/v1/admin.proto\x12\rblockplane.v1\x1a\x1a\x62lockplane/v1/engine.proto\"\x14\n\x12ListWorkersRequest\"=\n\x13ListWorkersResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.blockplane.v1.Worker\"\xd5\x02\n\x06Worker\x12\r\n\x05group\x18\x01 \x01(\r\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0c\n\x04peer\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\x06\x12\x18\n\x10protocol_version\x18\x05 \x01(\r\x12\r\n\x05model\x18\x06 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\x0c\x12\x14\n\x0cweight_epoch\x18\x08 \x01(\r\x12\x18\n\x10\x61ttached_seconds\x18\t \x01(\x01\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x12\n\nblock_size\x18\x0b \x01(\r\x12\x32\n\nstatistics\x18\x0c \x01(\x0b\x32\x1e.blockplane.v1.GroupStatistics\x12\x0c\n\x04name\x18\r \x01(\t\x12\"\n\x05ranks\x18\x0e \x03(\x0b\x32\x13.blockplane.v1.Rank\x12\x0c\n\x04role\x18\x0f \x01(\t\"3\n\x04Rank\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\x06\"#\n\x12\x44rainWorkerRequest\x12\r\n\x05group\x18\x01 \x01(\r\"\x15\n\x13\x44rainWorkerResponse\"%\n\x14UndrainWorkerRequest\x12\r\n\x05group\x18\x01 \x01(\r\"\x17\n\x15UndrainWorkerResponse\"%\n\x14ReloadWeightsRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\'\n\x15ReloadWeightsResponse\x12\x0e\n\x06groups\x18\x01 \x03(\r\"$\n\x0fGetStepsRequest\x12\x11\n\tnum_steps\x18\x01 \x01(\r\"\xd8\x02\n\x10GetStepsResponse\x12\r\n\x05group\x18\x01 \x01(\r\x12\r\n\x05steps\x18\x02 \x01(\x0c\x12\x11\n\tscheduled\x18\x03 \x01(\x0c\x12\x0f\n\x07planned\x18\x04 \x01(\x0c\x12\x10\n\x08received\x18\x05 \x01(\x0c\x12\r\n\x05\x62\x65gan\x18\x06 \x01(\x0c\x12\x10\n\x08prepared\x18\x07 \x01(\x0c\x12\x10\n\x08\x63omputed\x18\x08 \x01(\x0c\x12\x0f\n\x07sampled\x18\t \x01(\x0c\x12\x0c\n\x04sent\x18\n \x01(\x0c\x12\x10\n\x08\x61nswered\x18\x0b \x01(\x0c\x12\x0f\n\x07settled\x18\x0c \x01(\x0c\x12\x11\n\tdelivered\x18\r \x01(\x0c\x12\x1a\n\x12num_prefill_tokens\x18\x0e \x01(\x0c\x12\x19\n\x11num_decode_tokens\x18\x0f \x01(\x0c\x12\x19\n\x11num_bucket_tokens\x18\x10 \x01(\x0c\x12\x16\n\x0enum_plan_bytes\x18\x11 \x01(\x0c\x32\xba\x03\n\x05\x41\x64min\x12T\n\x0bListWorkers\x12!.blockplane.v1.ListWorkersRequest\x1a\".blockplane.v1.ListWorkersResponse\x12T\n\x0b\x44rainWorker\x12!.blockplane.v1.DrainWorkerRequest\x1a\".blockplane.v1.DrainWorkerResponse\x12Z\n\rUndrainWorker\x12#.blockplane.v1.UndrainWorkerRequest\x1a$.blockplane.v1.UndrainWorkerResponse\x12Z\n\rReloadWeights\x12#.blockplane.v1.ReloadWeightsRequest\x1a$.blockplane.v1.ReloadWeightsResponse\x12M\n\x08GetSteps\x12\x1e.blockplane.v1.GetStepsRequest\x1a\x1f.blockplane.v1.GetStepsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,23 +37,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTWORKERSRESPONSE']._serialized_start=94
   _globals['_LISTWORKERSRESPONSE']._serialized_end=155
   _globals['_WORKER']._serialized_start=158
-  _globals['_WORKER']._serialized_end=435
-  _globals['_DRAINWORKERREQUEST']._serialized_start=437
-  _globals['_DRAINWORKERREQUEST']._serialized_end=472
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=474
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=495
-  _globals['_UNDRAINWORKERREQUEST']._serialized_start=497
-  _globals['_UNDRAINWORKERREQUEST']._serialized_end=534
-  _globals['_UNDRAINWORKERRESPONSE']._serialized_start=536
-  _globals['_UNDRAINWORKERRESPONSE']._serialized_end=559
-  _globals['_RELOADWEIGHTSREQUEST']._serialized_start=561
-  _globals['_RELOADWEIGHTSREQUEST']._serialized_end=598
-  _globals['_RELOADWEIGHTSRESPONSE']._serialized_start=600
-  _globals['_RELOADWEIGHTSRESPONSE']._serialized_end=639
-  _globals['_GETSTEPSREQUEST']._serialized_start=641
-  _globals['_GETSTEPSREQUEST']._serialized_end=677
-  _globals['_GETSTEPSRESPONSE']._serialized_start=680
-  _globals['_GETSTEPSRESPONSE']._serialized_end=1024
-  _globals['_ADMIN']._serialized_start=1027
-  _globals['_ADMIN']._serialized_end=1469
+  _globals['_WORKER']._serialized_end=499
+  _globals['_RANK']._serialized_start=501
+  _globals['_RANK']._serialized_end=552
+  _globals['_DRAINWORKERREQUEST']._serialized_start=554
+  _globals['_DRAINWORKERREQUEST']._serialized_end=589
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=591
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=612
+  _globals['_UNDRAINWORKERREQUEST']._serialized_start=614
+  _globals['_UNDRAINWORKERREQUEST']._serialized_end=651
+  _globals['_UNDRAINWORKERRESPONSE']._serialized_start=653
+  _globals['_UNDRAINWORKERRESPONSE']._serialized_end=676
+  _globals['_RELOADWEIGHTSREQUEST']._serialized_start=678
+  _globals['_RELOADWEIGHTSREQUEST']._serialized_end=715
+  _globals['_RELOADWEIGHTSRESPONSE']._serialized_start=717
+  _globals['_RELOADWEIGHTSRESPONSE']._serialized_end=756
+  _globals['_GETSTEPSREQUEST']._serialized_start=758
+  _globals['_GETSTEPSREQUEST']._serialized_end=794
+  _globals['_GETSTEPSRESPONSE']._serialized_start=797
+  _globals['_GETSTEPSRESPONSE']._serialized_end=1141
+  _globals['_ADMIN']._serialized_start=1144
+  _globals['_ADMIN']._serialized_end=1586
 # @@protoc_insertion_point(module_scope)

@@ -70,6 +70,9 @@ class Worker(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     STATISTICS_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     state: _builtins.str
     """building, ready, draining (an operator wants it empty), reloading, or leaving (it was told to stop)."""
@@ -85,9 +88,17 @@ class Worker(_message.Message):
     """Seconds since it attached."""
     num_blocks: _builtins.int
     block_size: _builtins.int
+    name: _builtins.str
+    """What its ranks call it; empty = it has one, which has no name."""
+    role: _builtins.str
+    """both, prefill or decode."""
     @_builtins.property
     def statistics(self) -> _engine_pb2.GroupStatistics:
         """Absent until it is ready."""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rank]:
+        """In their order; none = there is one, of which the fields above speak."""
 
     def __init__(
         self,
@@ -104,14 +115,42 @@ class Worker(_message.Message):
         num_blocks: _builtins.int = ...,
         block_size: _builtins.int = ...,
         statistics: _engine_pb2.GroupStatistics | None = ...,
+        name: _builtins.str = ...,
+        ranks: _abc.Iterable[Global___Rank] | None = ...,
+        role: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["statistics", b"statistics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_seconds", b"attached_seconds", "block_size", b"block_size", "boot_id", b"boot_id", "group", b"group", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "peer", b"peer", "protocol_version", b"protocol_version", "state", b"state", "statistics", b"statistics", "weight_epoch", b"weight_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_seconds", b"attached_seconds", "block_size", b"block_size", "boot_id", b"boot_id", "group", b"group", "model", b"model", "model_fingerprint", b"model_fingerprint", "name", b"name", "num_blocks", b"num_blocks", "peer", b"peer", "protocol_version", b"protocol_version", "ranks", b"ranks", "role", b"role", "state", b"state", "statistics", b"statistics", "weight_epoch", b"weight_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Worker: _TypeAlias = Worker  # noqa: Y015
+
+@_typing.final
+class Rank(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    peer: _builtins.str
+    boot_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        peer: _builtins.str = ...,
+        boot_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "peer", b"peer", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Rank: _TypeAlias = Rank  # noqa: Y015
 
 @_typing.final
 class DrainWorkerRequest(_message.Message):

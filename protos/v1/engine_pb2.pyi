@@ -33,6 +33,8 @@ class AttachWorkerRequest(_message.Message):
     LEAVING_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
     RELOADED_FIELD_NUMBER: _builtins.int
+    JOIN_FIELD_NUMBER: _builtins.int
+    FETCHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello: ...
     @_builtins.property
@@ -53,6 +55,14 @@ class AttachWorkerRequest(_message.Message):
     def reloaded(self) -> Global___WeightsReloaded:
         """The answer to a reload."""
 
+    @_builtins.property
+    def join(self) -> Global___JoinRanks:
+        """Before the hello, from a worker that is one rank of several: answered by a rendezvous once all of them are there."""
+
+    @_builtins.property
+    def fetched(self) -> Global___BlocksFetched:
+        """The answer to a fetch."""
+
     def __init__(
         self,
         *,
@@ -63,16 +73,55 @@ class AttachWorkerRequest(_message.Message):
         leaving: Global___Leaving | None = ...,
         fault: Global___Fault | None = ...,
         reloaded: Global___WeightsReloaded | None = ...,
+        join: Global___JoinRanks | None = ...,
+        fetched: Global___BlocksFetched | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "heartbeat", b"heartbeat", "hello", b"hello", "leaving", b"leaving", "message", b"message", "ready", b"ready", "reloaded", b"reloaded", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "fetched", b"fetched", "heartbeat", b"heartbeat", "hello", b"hello", "join", b"join", "leaving", b"leaving", "message", b"message", "ready", b"ready", "reloaded", b"reloaded", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "heartbeat", b"heartbeat", "hello", b"hello", "leaving", b"leaving", "message", b"message", "ready", b"ready", "reloaded", b"reloaded", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "fetched", b"fetched", "heartbeat", b"heartbeat", "hello", b"hello", "join", b"join", "leaving", b"leaving", "message", b"message", "ready", b"ready", "reloaded", b"reloaded", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "ready", "result", "heartbeat", "leaving", "fault", "reloaded"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "ready", "result", "heartbeat", "leaving", "fault", "reloaded", "join", "fetched"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___AttachWorkerRequest: _TypeAlias = AttachWorkerRequest  # noqa: Y015
+
+@_typing.final
+class JoinRanks(_message.Message):
+    """One of the processes that make a worker group together. All of them attach; the engine plans with rank 0 alone, which
+    tells the others, and a group that lacks one of them is lost.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    GROUP_NAME_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    protocol_version: _builtins.int
+    group_name: _builtins.str
+    """Ranks of one name make one group."""
+    rank: _builtins.int
+    address: _builtins.str
+    """host:port where the others find this rank's store, if it is rank 0."""
+    boot_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        protocol_version: _builtins.int = ...,
+        group_name: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        address: _builtins.str = ...,
+        boot_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "boot_id", b"boot_id", "group_name", b"group_name", "protocol_version", b"protocol_version", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinRanks: _TypeAlias = JoinRanks  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
@@ -109,20 +158,47 @@ class Fault(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGE_FIELD_NUMBER: _builtins.int
+    LOG_FIELD_NUMBER: _builtins.int
     message: _builtins.str
     """A sentence for the engine's log."""
+    log: _builtins.str
+    """The last lines of the worker's own log, where it could not build what it was told; else empty."""
     def __init__(
         self,
         *,
         message: _builtins.str = ...,
+        log: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log", b"log", "message", b"message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Fault: _TypeAlias = Fault  # noqa: Y015
+
+@_typing.final
+class BlocksFetched(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.int
+    failure: _builtins.str
+    """Why the blocks' contents are not there, in a sentence; empty = they are."""
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.int = ...,
+        failure: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlocksFetched: _TypeAlias = BlocksFetched  # noqa: Y015
 
 @_typing.final
 class WeightsReloaded(_message.Message):
@@ -157,6 +233,8 @@ class AttachWorkerResponse(_message.Message):
     CONFIGURE_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     RELOAD_FIELD_NUMBER: _builtins.int
+    RENDEZVOUS_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def configure(self) -> Global___Configure: ...
     @_builtins.property
@@ -165,22 +243,110 @@ class AttachWorkerResponse(_message.Message):
     def reload(self) -> Global___ReloadWeights:
         """Only to a worker that says it can, and while no plan is unanswered."""
 
+    @_builtins.property
+    def rendezvous(self) -> Global___Rendezvous:
+        """To each rank, in answer to its join."""
+
+    @_builtins.property
+    def fetch(self) -> Global___FetchBlocks:
+        """To each rank, with its own counterpart's address. Plans go on meanwhile; none of them names the blocks."""
+
     def __init__(
         self,
         *,
         configure: Global___Configure | None = ...,
         plan: Global___StepPlan | None = ...,
         reload: Global___ReloadWeights | None = ...,
+        rendezvous: Global___Rendezvous | None = ...,
+        fetch: Global___FetchBlocks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["configure", b"configure", "message", b"message", "plan", b"plan", "reload", b"reload"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["configure", b"configure", "fetch", b"fetch", "message", b"message", "plan", b"plan", "reload", b"reload", "rendezvous", b"rendezvous"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["configure", b"configure", "message", b"message", "plan", b"plan", "reload", b"reload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["configure", b"configure", "fetch", b"fetch", "message", b"message", "plan", b"plan", "reload", b"reload", "rendezvous", b"rendezvous"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["configure", "plan", "reload"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["configure", "plan", "reload", "rendezvous", "fetch"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___AttachWorkerResponse: _TypeAlias = AttachWorkerResponse  # noqa: Y015
+
+@_typing.final
+class Rendezvous(_message.Message):
+    """Where the ranks of a group meet, and how they divide the model among them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    CONTEXT_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    MEETING_FIELD_NUMBER: _builtins.int
+    tensor_parallel_size: _builtins.int
+    context_parallel_size: _builtins.int
+    """Of neighbouring ranks, which keep the same heads' KV, each its share of the positions; divides the size above."""
+    address: _builtins.str
+    """Of rank 0's store."""
+    meeting: _builtins.int
+    """Drawn for this meeting: what another left in the store is not its business."""
+    def __init__(
+        self,
+        *,
+        tensor_parallel_size: _builtins.int = ...,
+        context_parallel_size: _builtins.int = ...,
+        address: _builtins.str = ...,
+        meeting: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "context_parallel_size", b"context_parallel_size", "meeting", b"meeting", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Rendezvous: _TypeAlias = Rendezvous  # noqa: Y015
+
+@_typing.final
+class FetchBlocks(_message.Message):
+    """Read the contents of blocks from another worker and write them into blocks of one's own, which nobody reads or writes
+    until it is answered. Answered in any case, within timeout_seconds; an attach anew ends it, without an answer.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    SOURCE_EPOCH_FIELD_NUMBER: _builtins.int
+    SOURCE_BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.int
+    transport: _builtins.str
+    """grpc, or another that both workers have named in their hellos."""
+    address: _builtins.str
+    """As the other worker's hello names it."""
+    source_epoch: _builtins.int
+    """The other worker's attach, in which the blocks mean what the engine believes."""
+    source_block_ids: _builtins.bytes
+    block_ids: _builtins.bytes
+    """As many."""
+    timeout_seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.int = ...,
+        transport: _builtins.str = ...,
+        address: _builtins.str = ...,
+        source_epoch: _builtins.int = ...,
+        source_block_ids: _builtins.bytes = ...,
+        block_ids: _builtins.bytes = ...,
+        timeout_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_ids", b"block_ids", "source_block_ids", b"source_block_ids", "source_epoch", b"source_epoch", "timeout_seconds", b"timeout_seconds", "transfer_id", b"transfer_id", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchBlocks: _TypeAlias = FetchBlocks  # noqa: Y015
 
 @_typing.final
 class ReloadWeights(_message.Message):
@@ -220,6 +386,9 @@ class WorkerHello(_message.Message):
     ENFORCES_STRUCTURE_FIELD_NUMBER: _builtins.int
     RELOADS_WEIGHTS_FIELD_NUMBER: _builtins.int
     WEIGHT_EPOCH_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    TRANSFER_ADDRESS_FIELD_NUMBER: _builtins.int
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     available_memory: _builtins.int
     """Bytes that the worker can give to KV."""
@@ -235,12 +404,20 @@ class WorkerHello(_message.Message):
     reloads_weights: _builtins.bool
     """Whether it can read its weights anew, and how many times it has since its process started."""
     weight_epoch: _builtins.int
+    role: _builtins.str
+    """both, prefill or decode: which requests come to it, where there are workers for either; empty counts as both."""
+    transfer_address: _builtins.str
+    """host:port where other workers read this one's blocks; empty = nowhere."""
     @_builtins.property
     def model(self) -> Global___ModelInfo: ...
     @_builtins.property
     def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerKVSpec]: ...
     @_builtins.property
     def bucket_rules(self) -> Global___BucketRules: ...
+    @_builtins.property
+    def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """By what means it can read others' blocks, the best first; none = it cannot."""
+
     def __init__(
         self,
         *,
@@ -256,10 +433,13 @@ class WorkerHello(_message.Message):
         enforces_structure: _builtins.bool = ...,
         reloads_weights: _builtins.bool = ...,
         weight_epoch: _builtins.int = ...,
+        role: _builtins.str = ...,
+        transfer_address: _builtins.str = ...,
+        transports: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bucket_rules", b"bucket_rules", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_memory", b"available_memory", "boot_id", b"boot_id", "bucket_rules", b"bucket_rules", "enforces_structure", b"enforces_structure", "last_epoch", b"last_epoch", "last_step", b"last_step", "layers", b"layers", "model", b"model", "model_fingerprint", b"model_fingerprint", "protocol_version", b"protocol_version", "reloads_weights", b"reloads_weights", "weight_epoch", b"weight_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_memory", b"available_memory", "boot_id", b"boot_id", "bucket_rules", b"bucket_rules", "enforces_structure", b"enforces_structure", "last_epoch", b"last_epoch", "last_step", b"last_step", "layers", b"layers", "model", b"model", "model_fingerprint", b"model_fingerprint", "protocol_version", b"protocol_version", "reloads_weights", b"reloads_weights", "role", b"role", "transfer_address", b"transfer_address", "transports", b"transports", "weight_epoch", b"weight_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -484,6 +664,7 @@ class Configure(_message.Message):
     KEEPS_KV_FIELD_NUMBER: _builtins.int
     LAST_STEP_FIELD_NUMBER: _builtins.int
     HEARTBEAT_MILLISECONDS_FIELD_NUMBER: _builtins.int
+    CONTEXT_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
     num_blocks: _builtins.int
     """The null block included."""
@@ -500,6 +681,10 @@ class Configure(_message.Message):
     """Plans are numbered from the next on."""
     heartbeat_milliseconds: _builtins.int
     """0 = send none."""
+    context_parallel_size: _builtins.int
+    """Ranks that share the positions of each block: it spans block_size of them, and each rank keeps its part of it. 0
+    counts as 1.
+    """
     @_builtins.property
     def num_batched_tokens_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -528,10 +713,11 @@ class Configure(_message.Message):
         keeps_kv: _builtins.bool = ...,
         last_step: _builtins.int = ...,
         heartbeat_milliseconds: _builtins.int = ...,
+        context_parallel_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "decode_context_length_buckets", b"decode_context_length_buckets", "epoch", b"epoch", "heartbeat_milliseconds", b"heartbeat_milliseconds", "keeps_kv", b"keeps_kv", "kv_cache_groups", b"kv_cache_groups", "kv_cache_tensors", b"kv_cache_tensors", "kv_segment_size", b"kv_segment_size", "last_step", b"last_step", "max_model_len", b"max_model_len", "num_batched_tokens_buckets", b"num_batched_tokens_buckets", "num_blocks", b"num_blocks", "num_draft_tokens", b"num_draft_tokens", "num_seqs_buckets", b"num_seqs_buckets", "prefill_multiple_of", b"prefill_multiple_of"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "context_parallel_size", b"context_parallel_size", "decode_context_length_buckets", b"decode_context_length_buckets", "epoch", b"epoch", "heartbeat_milliseconds", b"heartbeat_milliseconds", "keeps_kv", b"keeps_kv", "kv_cache_groups", b"kv_cache_groups", "kv_cache_tensors", b"kv_cache_tensors", "kv_segment_size", b"kv_segment_size", "last_step", b"last_step", "max_model_len", b"max_model_len", "num_batched_tokens_buckets", b"num_batched_tokens_buckets", "num_blocks", b"num_blocks", "num_draft_tokens", b"num_draft_tokens", "num_seqs_buckets", b"num_seqs_buckets", "prefill_multiple_of", b"prefill_multiple_of"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1527,6 +1713,9 @@ class GetStatisticsResponse(_message.Message):
     IDLE_SECONDS_FIELD_NUMBER: _builtins.int
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_BUCKET_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_TRANSFERS_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_TRANSFERS_FIELD_NUMBER: _builtins.int
+    NUM_TRANSFERRED_BLOCKS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_waiting_tokens: _builtins.int
@@ -1561,6 +1750,12 @@ class GetStatisticsResponse(_message.Message):
     idle_seconds: _builtins.float
     num_computed_tokens: _builtins.int
     num_bucket_tokens: _builtins.int
+    num_transfers: _builtins.int
+    """Requests that went on at another group with their blocks, or without since these could not be had, and the blocks
+    that moved.
+    """
+    num_failed_transfers: _builtins.int
+    num_transferred_blocks: _builtins.int
     @_builtins.property
     def num_common_prefix_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Per KV cache group, leading blocks that all running requests share; empty unless there is one worker group."""
@@ -1595,10 +1790,13 @@ class GetStatisticsResponse(_message.Message):
         idle_seconds: _builtins.float = ...,
         num_computed_tokens: _builtins.int = ...,
         num_bucket_tokens: _builtins.int = ...,
+        num_transfers: _builtins.int = ...,
+        num_failed_transfers: _builtins.int = ...,
+        num_transferred_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "idle_seconds", b"idle_seconds", "kv_cache_usage", b"kv_cache_usage", "num_accepted_tokens", b"num_accepted_tokens", "num_admitted", b"num_admitted", "num_bucket_tokens", b"num_bucket_tokens", "num_cached_tokens", b"num_cached_tokens", "num_common_prefix_blocks", b"num_common_prefix_blocks", "num_computed_tokens", b"num_computed_tokens", "num_discarded_tokens", b"num_discarded_tokens", "num_draft_tokens", b"num_draft_tokens", "num_dropped_results", b"num_dropped_results", "num_groups", b"num_groups", "num_held", b"num_held", "num_lost_workers", b"num_lost_workers", "num_parked", b"num_parked", "num_plan_bytes", b"num_plan_bytes", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_suspects", b"num_suspects", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "step_seconds", b"step_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "idle_seconds", b"idle_seconds", "kv_cache_usage", b"kv_cache_usage", "num_accepted_tokens", b"num_accepted_tokens", "num_admitted", b"num_admitted", "num_bucket_tokens", b"num_bucket_tokens", "num_cached_tokens", b"num_cached_tokens", "num_common_prefix_blocks", b"num_common_prefix_blocks", "num_computed_tokens", b"num_computed_tokens", "num_discarded_tokens", b"num_discarded_tokens", "num_draft_tokens", b"num_draft_tokens", "num_dropped_results", b"num_dropped_results", "num_failed_transfers", b"num_failed_transfers", "num_groups", b"num_groups", "num_held", b"num_held", "num_lost_workers", b"num_lost_workers", "num_parked", b"num_parked", "num_plan_bytes", b"num_plan_bytes", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_suspects", b"num_suspects", "num_transferred_blocks", b"num_transferred_blocks", "num_transfers", b"num_transfers", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "step_seconds", b"step_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,8 +18,8 @@ from blockplane.control_plane.frontend.calls import Calls
 from blockplane.control_plane.frontend.service import InferenceService
 from blockplane.control_plane.frontend.text import Text
 from blockplane.control_plane.frontend.vllm_engine import VllmEngineService
-from blockplane.control_plane.serving import listening_server
 from blockplane.protos.delivery import Ending, Submission
+from blockplane.protos.listening import listening_server
 from blockplane.v1 import inference_pb2 as pb
 from blockplane.v1.inference_pb2_grpc import InferenceStub, add_InferenceServicer_to_server
 

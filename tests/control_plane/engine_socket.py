@@ -13,11 +13,11 @@ from engine_driver import outcomes_of, tokens_of
 from blockplane.control_plane.engine.admin import AdminServer
 from blockplane.control_plane.engine.engine import Engine
 from blockplane.control_plane.engine.server import EngineServer
-from blockplane.control_plane.faults import FaultReports
 from blockplane.protos import delivery_wire, wire
 from blockplane.protos.buckets import BucketRules
 from blockplane.protos.config import load_config
 from blockplane.protos.delivery import FrontendBatch, Submission
+from blockplane.protos.faults import FaultReports
 from blockplane.protos.model import GenerationDefaults, ModelInfo
 from blockplane.protos.plan import StepPlan, StepResult
 from blockplane.protos.sampling import SamplingParams
@@ -107,6 +107,53 @@ class SocketWorker:
                 while await self.call.read() is not grpc.aio.EOF:
                     pass
             return await self.call.code()
+
+
+class SocketRank(SocketWorker):
+    """One of a group's ranks; only rank 0 is sent plans."""
+
+    def __init__(self, stub: EngineStub, rank: int, group: str = "a", boot_id: int = 0) -> None:
+        super().__init__(stub)
+        self.rank, self.group, self.boot_id = rank, group, boot_id
+        self.rendezvous = pb.Rendezvous()
+
+    async def join(self) -> None:
+        version, address = wire.PROTOCOL_VERSION, "" if self.rank else f"store-of-{self.group}:1"
+        await self.call.write(
+            pb.AttachWorkerRequest(
+                join=pb.JoinRanks(
+                    protocol_version=version,
+                    group_name=self.group,
+                    rank=self.rank,
+                    address=address,
+                    boot_id=self.boot_id,
+                )
+            )
+        )
+
+    async def meet(self) -> None:
+        self.rendezvous = (await self.read()).rendezvous
+
+    async def attach(self, **hello_fields: Any) -> None:
+        await super().attach(**{"boot_id": self.boot_id, **hello_fields})
+
+    async def fault(self, message: str, log: str = "") -> None:
+        await self.call.write(pb.AttachWorkerRequest(fault=pb.Fault(message=message, log=log)))
+
+
+async def ready_group(
+    stub: EngineStub, size: int = 2, group: str = "a", first_boot_id: int = 0, **hello_fields: Any
+) -> list[SocketRank]:
+    """Ranks that have met and built; with a first boot id they have ids from there on."""
+    ranks = [SocketRank(stub, rank, group, first_boot_id and first_boot_id + rank) for rank in range(size)]
+    for each in ranks:
+        await each.join()
+    for each in ranks:
+        await each.meet()
+    await asyncio.gather(*(each.attach(**hello_fields) for each in ranks))
+    for each in ranks:
+        await each.be_ready()
+    return ranks
 
 
 class SocketFrontend:

@@ -22,11 +22,11 @@ from smg_grpc_proto.generated import common_pb2 as common
 from blockplane.control_plane.engine.engine import Engine
 from blockplane.control_plane.engine.server import EngineServer
 from blockplane.control_plane.health import Health
-from blockplane.control_plane.serving import listening_server
 from blockplane.protos.config import Config, load_config
 from blockplane.protos.delivery import Ending
 from blockplane.protos.error_details import error_of_call
 from blockplane.protos.errors import AuthenticationError, BlockplaneError, PermissionDeniedError
+from blockplane.protos.listening import listening_server
 from blockplane.v1 import engine_pb2
 from blockplane.v1 import inference_pb2 as pb
 from blockplane.v1.engine_pb2_grpc import EngineStub, add_EngineServicer_to_server

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from blockplane.control_plane.serving import listening_server
+from blockplane.protos.listening import listening_server
 
 
 async def called(request: bytes, context: Any) -> bytes:

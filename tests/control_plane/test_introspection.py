@@ -17,9 +17,9 @@ from processes import free_port
 
 from blockplane.control_plane.health import HEALTH, Health
 from blockplane.control_plane.introspection import add_introspection
-from blockplane.control_plane.serving import listening_server
 from blockplane.protos.config import Config
 from blockplane.protos.errors import ConfigurationError
+from blockplane.protos.listening import listening_server
 
 SERVICE = "blockplane.v1.Inference"
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

@@ -12,8 +12,8 @@ from client_service import TEXT, Play, Service, failure_of, play_in
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
 from blockplane.control_plane.frontend.calls import LONG_TEXT
-from blockplane.control_plane.tracing import current_traceparent
 from blockplane.protos.errors import InvalidRequestError
+from blockplane.protos.tracing import current_traceparent
 from blockplane.v1 import inference_pb2 as pb
 
 LONG = "".join(random.Random(0).choices("abcdefg hij\n\u00e9\U0001f9f1", k=400_000))

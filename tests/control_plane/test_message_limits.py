@@ -23,10 +23,10 @@ from blockplane.control_plane.engine.engine import Engine
 from blockplane.control_plane.engine.server import EngineServer
 from blockplane.control_plane.frontend.service import InferenceService
 from blockplane.control_plane.frontend.vllm_engine import VllmEngineService
-from blockplane.control_plane.serving import listening_server
 from blockplane.protos.channel import CLIENT_OPTIONS, MAX_REQUEST_BYTES, peer_options
 from blockplane.protos.config import load_config
 from blockplane.protos.delivery import Ending
+from blockplane.protos.listening import listening_server
 from blockplane.v1 import engine_pb2
 from blockplane.v1 import inference_pb2 as pb
 from blockplane.v1.engine_pb2_grpc import EngineStub, add_EngineServicer_to_server

@@ -15,11 +15,11 @@ import pytest
 from certificates import Authority
 from processes import free_port
 
-from blockplane.control_plane.authentication import caller_of
-from blockplane.control_plane.serving import listening_server
 from blockplane.protos.access import Access
+from blockplane.protos.authentication import caller_of
 from blockplane.protos.config import Config
 from blockplane.protos.errors import ConfigurationError
+from blockplane.protos.listening import listening_server
 
 NOBODY = Access()
 

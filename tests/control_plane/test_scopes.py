@@ -3,7 +3,7 @@
 from google.protobuf.descriptor import ServiceDescriptor
 from smg_grpc_proto import vllm_engine_pb2
 
-from blockplane.control_plane.scopes import _OF_SERVICE, scopes_of
+from blockplane.protos.scopes import _OF_SERVICE, scopes_of
 from blockplane.v1 import admin_pb2, engine_pb2, inference_pb2
 
 

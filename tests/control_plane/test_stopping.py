@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from blockplane.control_plane.serving import listening_server, serve_until_stopped
+from blockplane.control_plane.serving import serve_until_stopped
 from blockplane.protos.errors import ProtocolError
+from blockplane.protos.listening import listening_server
 
 SECONDS = 10
 

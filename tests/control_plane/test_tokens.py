@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from blockplane.control_plane.tokens import Identity, Tokens
 from blockplane.protos.errors import ConfigurationError
+from blockplane.protos.tokens import Identity, Tokens
 
 ALICE, BOB, CAROL = (letter * 32 for letter in "abc")
 

@@ -54,7 +54,7 @@ def test_a_fault_within_a_call_is_logged_with_its_trace(play: Play, monkeypatch:
     handler = logging.StreamHandler(written)
     handler.addFilter(TraceMarks())
     handler.setFormatter(logging.Formatter("%(message)s%(trace)s"))
-    logger = logging.getLogger("blockplane.control_plane.faults")
+    logger = logging.getLogger("blockplane.protos.faults")
 
     async def scenario(service: Service) -> None:
         for metadata in ((("traceparent", TRACEPARENT),), (("traceparent", "00-nonsense"),), ()):

@@ -22,8 +22,8 @@ from blockplane.control_plane.frontend.calls import Calls
 from blockplane.control_plane.frontend.engine_link import EngineLink
 from blockplane.control_plane.frontend.service import InferenceService
 from blockplane.control_plane.frontend.vllm_engine import VllmEngineService
-from blockplane.control_plane.serving import listening_server
 from blockplane.protos.config import load_config
+from blockplane.protos.listening import listening_server
 from blockplane.protos.model import ModelInfo
 from blockplane.protos.plan import StepPlan, StepResult
 from blockplane.v1 import inference_pb2 as pb

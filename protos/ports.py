@@ -12,8 +12,11 @@ from blockplane.protos.errors import BlockplaneError, ConfigurationError
 logger = logging.getLogger(__name__)
 
 
-def open_port(server: grpc.aio.Server, address: str, config: Config) -> None:
+def open_port(server: grpc.aio.Server, address: str, config: Config) -> int:
     """Have the server listen there once it starts.
+
+    Returns:
+        The port, which is the address's own unless that is 0: then any that is free.
 
     Raises:
         ConfigurationError: the address cannot be had, the certificate cannot be read, or others than this machine would
@@ -21,14 +24,13 @@ def open_port(server: grpc.aio.Server, address: str, config: Config) -> None:
     """
     try:
         if config.tls_certificate and not is_socket_file(address):
-            server.add_secure_port(address, _credentials(config))
-            return
+            return server.add_secure_port(address, _credentials(config))
         if not is_local(address) and config.plaintext != "anywhere":
             raise ConfigurationError(
                 f"{address} is open to other machines, in plaintext; set tls_certificate and tls_key, or plaintext to"
                 " anywhere where the network is your own."
             )
-        server.add_insecure_port(address)
+        return server.add_insecure_port(address)
     except RuntimeError:
         raise ConfigurationError(f"cannot listen on {address}: it is taken or not ours; choose another.") from None
 

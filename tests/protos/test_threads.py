@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from blockplane.data_plane.threads import num_usable_cores
+from blockplane.protos.threads import num_usable_cores
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ _OF_SERVICE: dict[str, frozenset[str]] = {
     # Frontends ask the engine in the name of callers whom they have let in.
     "blockplane.v1.Engine": frozenset({ADMIN, PEER}),
     "blockplane.v1.Admin": frozenset({ADMIN}),
+    "blockplane.v1.BlockTransfer": frozenset({PEER}),
 }
 _OF_METHOD: dict[str, frozenset[str]] = {
     "/blockplane.v1.Engine/AttachWorker": frozenset({PEER}),

@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 
 import grpc
 
-from blockplane.control_plane.scopes import scopes_of
-from blockplane.control_plane.tokens import Identity, Tokens
 from blockplane.protos.access import AUTHORIZATION
 from blockplane.protos.channel import CALLER
 from blockplane.protos.errors import AuthenticationError, BlockplaneError, PermissionDeniedError
+from blockplane.protos.scopes import scopes_of
+from blockplane.protos.tokens import Identity, Tokens
 
 logger = logging.getLogger(__name__)
 
