@@ -88,7 +88,8 @@ def segmented_attention(
     return output
 
 
-def _to_float32(kv: Tensor) -> Tensor:
+def to_float32(kv: Tensor) -> Tensor:
+    """What a cache holds, as numbers to reckon with."""
     if kv.dtype != torch.float8_e4m3fn:
         return kv.float()
     # Torch's cast takes a number at a time: the table is three times as fast (AVX2, one core).
@@ -124,7 +125,7 @@ class _CausalAttention:
         read = slice(first % block_size, first % block_size + seq_len - first)
         # [num_kv_heads, num_keys, head_dim]
         keys, values = (
-            _to_float32(cache.index_select(0, blocks).flatten(0, 1)[read]).transpose(0, 1)
+            to_float32(cache.index_select(0, blocks).flatten(0, 1)[read]).transpose(0, 1)
             for cache in (self.k_cache, self.v_cache)
         )
         num_queries, _, head_dim = query.shape

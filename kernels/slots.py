@@ -32,6 +32,17 @@ class ContextParallel:
         run = self.interleave_size
         return positions // (run * self.world_size) * run + positions % run
 
+    def positions(self, places: Any) -> Any:
+        """The positions of the tokens that this rank keeps at these places: `local` the other way round."""
+        run = self.interleave_size
+        return (places // run * self.world_size + self.rank) * run + places % run
+
+    def num_kept(self, num_tokens: int) -> int:
+        """How many of a sequence's first `num_tokens` this rank keeps."""
+        run = self.interleave_size
+        rounds, rest = divmod(num_tokens, run * self.world_size)
+        return rounds * run + min(max(rest - self.rank * run, 0), run)
+
 
 ALONE = ContextParallel()
 

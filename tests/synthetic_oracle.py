@@ -55,7 +55,8 @@ class SyntheticOracle:
         state = arithmetic.first_state(np.array(token_ids), positions)
         for layer in range(NUM_LAYERS):
             sums = [self._head_sums(layer, kv_head, positions, state) for kv_head in range(NUM_KV_HEADS)]
-            state = arithmetic.next_state(state, np.stack(sums, axis=1), _factors(layer, self._seed))
+            taken_in = arithmetic.taken_in(np.stack(sums, axis=1), _factors(layer, self._seed))
+            state = arithmetic.next_state(state, taken_in)
         self.states = np.concatenate([self.states, state])
 
     def _head_sums(

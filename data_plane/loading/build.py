@@ -1,16 +1,19 @@
-"""Checkpoint -> weights -> Transformer: copies every tensor to its place, says how far it is; knows no file format."""
+"""Checkpoint -> weights -> Transformer: copies a rank's part of every tensor to its place, says how far it is.
+
+Knows no file format.
+"""
 
 import logging
 import re
 import time
 
 import torch
-from torch import Tensor
 
-from blockplane.data_plane.loading.checkpoint import Checkpoint
+from blockplane.data_plane.loading.checkpoint import Checkpoint, StoredTensor
 from blockplane.data_plane.loading.kv_scales import KVScales
 from blockplane.data_plane.models.transformer import Transformer
-from blockplane.data_plane.models.weights import HOST, DecoderWeights
+from blockplane.data_plane.models.weights import HOST, DecoderWeights, Parameter
+from blockplane.data_plane.ranks.collectives import ALONE, Ranks
 from blockplane.protos.errors import ConfigurationError, ModelError
 
 _logger = logging.getLogger(__name__)
@@ -25,46 +28,57 @@ def load_model(
     max_model_len: int | None = None,
     kv_cache_dtype: str | None = None,
     device: torch.device = HOST,
+    ranks: Ranks = ALONE,
 ) -> Transformer:
-    """A decoder of a checkpoint's weights.
+    """A decoder of a checkpoint's weights, or one rank's part of it.
 
     Args:
-        checkpoint, dtype, device: as `load_weights` has them.
+        checkpoint, dtype, device, ranks: as `load_weights` has them.
         max_model_len: tokens that a sequence may hold; None = all that the model was made for.
         kv_cache_dtype: "float8_e4m3fn", scaled as the checkpoint says, or by 1; None = `dtype`.
 
     Raises:
         ModelError, ConfigurationError: as `load_weights` says.
     """
-    weights = load_weights(checkpoint, dtype, device, scales_kv=kv_cache_dtype is not None)
-    return Transformer(checkpoint.config, weights, max_model_len, kv_cache_dtype)
+    weights = load_weights(checkpoint, dtype, device, scales_kv=kv_cache_dtype is not None, ranks=ranks)
+    return Transformer(checkpoint.config, weights, max_model_len, kv_cache_dtype, ranks)
 
 
 def load_weights(
-    checkpoint: Checkpoint, dtype: str, device: torch.device = HOST, *, scales_kv: bool = False
+    checkpoint: Checkpoint,
+    dtype: str,
+    device: torch.device = HOST,
+    *,
+    scales_kv: bool = False,
+    ranks: Ranks = ALONE,
 ) -> DecoderWeights:
     """A checkpoint's tensors, which this uses up, in their places; progress and a final line go to the log.
+
+    A rank reads its own part of each and no more, as far as the format allows.
 
     Args:
         dtype: "bfloat16" or "float32", of the weights and of the computation.
         device: where the weights go, tensor by tensor.
         scales_kv: warn of layers for whose KV the checkpoint has no scales; where KV is not scaled they mean nothing.
+        ranks: among which the model is divided.
 
     Raises:
-        ModelError: a tensor is missing, unexpected, misshapen or no scale; the message names it.
+        ModelError: a tensor is missing, unexpected, misshapen or no scale; the message names it. Or the model cannot
+            be divided among so many ranks.
         ConfigurationError: the dtype is neither.
     """
     if dtype not in _DTYPES:
         raise ConfigurationError(f"dtype is {dtype}; set it to one of {', '.join(_DTYPES)}.")
     started = time.perf_counter()
-    weights = DecoderWeights(checkpoint.config, _DTYPES[dtype], device)
-    awaited, kv_scales = dict(weights.named_tensors()), KVScales(weights.layers)
-    progress = _Progress(checkpoint.name, sum(tensor.nbytes for tensor in awaited.values()))
+    weights = DecoderWeights(checkpoint.config, _DTYPES[dtype], device, ranks)
+    awaited = {parameter.name: parameter for parameter in weights.parameters()}
+    kv_scales = KVScales(weights.layers)
+    progress = _Progress(checkpoint.name, sum(parameter.tensor.nbytes for parameter in awaited.values()))
     for name, tensor in checkpoint.tensors:
         if name in awaited:
-            target = awaited.pop(name)
-            _copy(name, tensor, target)
-            progress.add(target.nbytes)
+            parameter = awaited.pop(name)
+            _copy(tensor, parameter)
+            progress.add(parameter.tensor.nbytes)
         elif not kv_scales.take(name, tensor) and not _is_redundant(name, checkpoint):
             raise ModelError(
                 f"The checkpoint holds the tensor {name}, which its config does not account for; "
@@ -95,10 +109,14 @@ class _Progress:
             _logger.info("loading %s: %d %%", self._name, step * 100 // _PROGRESS_STEPS)
 
 
-def _copy(name: str, tensor: Tensor, target: Tensor) -> None:
-    if tensor.shape != target.shape:
-        expected, found = (list(shape) for shape in (target.shape, tensor.shape))
+def _copy(stored: StoredTensor, parameter: Parameter) -> None:
+    name, target = parameter.name, parameter.tensor
+    if stored.shape != parameter.whole_shape:
+        expected, found = (list(shape) for shape in (parameter.whole_shape, stored.shape))
         raise ModelError(f"Tensor {name} has the shape {found}, but the config makes it {expected}; fetch both again.")
+    if not target.numel():
+        return
+    tensor = stored.read(parameter.index)
     if tensor.dtype not in _STORED_DTYPES:
         raise ModelError(f"Tensor {name} is stored as {tensor.dtype}; choose a checkpoint in bfloat16 or float32.")
     target.copy_(tensor)

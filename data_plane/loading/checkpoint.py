@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Protocol
 
 from torch import Tensor
 
@@ -14,6 +15,17 @@ from blockplane.protos.model import GenerationDefaults
 DEMO_MODEL = "gemma3-270m"
 
 
+class StoredTensor(Protocol):
+    """A tensor that is not read yet."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, index: tuple[slice, ...] | None = None) -> Tensor:
+        """What `index` selects of it, and as little else as the format allows; None = all of it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Everything that a worker learns from a model's files.
@@ -21,7 +33,7 @@ class Checkpoint:
     Attributes:
         name: what the files call the model.
         config: the decoder's configuration.
-        tensors: (Hugging Face name, tensor) pairs, read as they are asked for, once.
+        tensors: (Hugging Face name, tensor) pairs, once; each may be read until the next is asked for.
         tokenizer_json: a `tokenizers` JSON document, UTF-8, that adds no special tokens by itself.
         bos_token_id: what the tokenizer would put before a text; None where it adds nothing.
         eos_token_ids: ids that end a text.
@@ -31,7 +43,7 @@ class Checkpoint:
 
     name: str
     config: ModelConfig
-    tensors: Iterator[tuple[str, Tensor]]
+    tensors: Iterator[tuple[str, StoredTensor]]
     tokenizer_json: bytes
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]

@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from blockplane.data_plane.loading.checkpoint import Checkpoint
+from blockplane.data_plane.loading.checkpoint import Checkpoint, StoredTensor
 from blockplane.data_plane.loading.gguf_file import GgufFile
 from blockplane.data_plane.loading.gguf_tokenizer import adds_bos, tokenizer_json
 from blockplane.data_plane.models.config import ModelConfig
@@ -142,22 +142,43 @@ def _with_rope_divisors(config: ModelConfig, file: GgufFile) -> ModelConfig:
     return replace(config, layers=layers)
 
 
-def _tensors(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    for name in file.tensor_names:
-        if name == _ROPE_DIVISORS:
-            continue
-        tensor = torch.from_numpy(file.tensor(name))
-        if config.norm_adds_one and name.endswith("norm.weight"):
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor of a GGUF file; rows are dequantized alone, columns with all the others of their rows."""
+
+    file: GgufFile
+    name: str
+    config: ModelConfig
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.file.shape(self.name)
+
+    def read(self, index: tuple[slice, ...] | None = None) -> Tensor:
+        if index is None:
+            return self._as_trained(torch.from_numpy(self.file.tensor(self.name)))
+        rows = range(*index[0].indices(self.shape[0]))
+        return self._as_trained(torch.from_numpy(self.file.tensor(self.name, rows)))[:, *index[1:]]
+
+    def _as_trained(self, rows: Tensor) -> Tensor:
+        """Undo what llama.cpp's converter did to a tensor, or to whole heads of it."""
+        if self.config.norm_adds_one and self.name.endswith("norm.weight"):
             # Gemma's norms are stored as the factor itself, not as its distance from one.
-            tensor = tensor - 1.0
-        if config.architecture == "LlamaForCausalLM" and (match := re.search(r"\.attn_([qk])\.", name)):
-            tensor = _split_halves(tensor, config.num_heads if match[1] == "q" else config.num_kv_heads)
-        yield _hugging_face_name(name, config), tensor
+            return rows - 1.0
+        if self.config.architecture == "LlamaForCausalLM" and re.search(r"\.attn_[qk]\.", self.name):
+            return _split_halves(rows, self.config.head_dim)
+        return rows
 
 
-def _split_halves(projection: Tensor, num_heads: int) -> Tensor:
+def _tensors(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, StoredTensor]]:
+    for name in file.tensor_names:
+        if name != _ROPE_DIVISORS:
+            yield _hugging_face_name(name, config), _Stored(file, name, config)
+
+
+def _split_halves(projection: Tensor, head_dim: int) -> Tensor:
     """Undo llama.cpp's order of a rotated head, in which a pair's two rows are neighbours, not half a head apart."""
-    pairs = projection.view(num_heads, -1, 2, *projection.shape[1:])
+    pairs = projection.view(-1, head_dim // 2, 2, *projection.shape[1:])
     return pairs.transpose(1, 2).reshape(projection.shape)
 
 

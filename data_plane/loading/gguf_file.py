@@ -58,8 +58,8 @@ class GgufFile:
         """The tensor's shape, outermost dimension first."""
         return self._tensors[name].shape
 
-    def tensor(self, name: str) -> npt.NDArray[np.float32]:
-        """Read and dequantize one tensor.
+    def tensor(self, name: str, rows: range | None = None) -> npt.NDArray[np.float32]:
+        """Read and dequantize one tensor, or some of its rows, along its outermost dimension; None = all.
 
         Raises:
             ModelError: its quantization is unknown, or the file ends before it.
@@ -70,17 +70,20 @@ class GgufFile:
         except ValueError:
             raise ModelError(f"Tensor {name} has the unknown GGML type {info.kind}; choose another file.") from None
         block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        num_elements = int(np.prod(info.shape))
-        num_bytes = num_elements // block_size * block_bytes
+        num_bytes = int(np.prod(info.shape)) // block_size * block_bytes
         if info.offset + num_bytes > len(self._data):
             raise ModelError(f"{self.path} ends before tensor {name} does; fetch it again.")
-        stored = np.frombuffer(self._data, np.uint8, num_bytes, info.offset)
+        rows = rows if rows is not None else range(info.shape[0])
+        # Quantized blocks lie along the innermost dimension, so that a row is a whole number of them.
+        num_elements = len(rows) * int(np.prod(info.shape[1:]))
+        row_bytes = num_bytes // info.shape[0]
+        stored = np.frombuffer(self._data, np.uint8, len(rows) * row_bytes, info.offset + rows.start * row_bytes)
         values = np.empty(num_elements, np.float32)
         for start in range(0, num_elements, _PIECE):
             stop = min(start + _PIECE, num_elements)
             piece = stored[start // block_size * block_bytes : stop // block_size * block_bytes]
             values[start:stop] = _dequantize(name, piece, kind)
-        return values.reshape(info.shape)
+        return values.reshape(len(rows), *info.shape[1:])
 
     def _read_header(self) -> None:
         self._position = 4

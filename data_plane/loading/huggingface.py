@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from blockplane.data_plane.loading.checkpoint import Checkpoint
+from blockplane.data_plane.loading.checkpoint import Checkpoint, StoredTensor
 from blockplane.data_plane.models.config_json import parse_config
 from blockplane.protos.errors import ModelError
 from blockplane.protos.model import GenerationDefaults
@@ -48,11 +49,27 @@ def _shards(directory: Path) -> list[Path]:
     return shards
 
 
-def _tensors(shards: list[Path]) -> Iterator[tuple[str, Tensor]]:
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor of an open safetensors file."""
+
+    file: Any
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(self.name).get_shape())
+
+    def read(self, index: tuple[slice, ...] | None = None) -> Tensor:
+        tensor: Tensor = self.file.get_tensor(self.name) if index is None else self.file.get_slice(self.name)[index]
+        return tensor
+
+
+def _tensors(shards: list[Path]) -> Iterator[tuple[str, StoredTensor]]:
     for shard in shards:
         with safe_open(shard, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
-                yield name, file.get_tensor(name)
+                yield name, _Stored(file, name)
 
 
 def _tokenizer(directory: Path) -> tuple[Tokenizer, int | None]:

@@ -4,12 +4,13 @@ A scale is what a stored number is multiplied by. The names are those of compres
 of ModelOpt, of AutoFP8 and of vLLM. Scales of queries are passed over: here queries are not rounded.
 """
 
+import math
 import re
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
+from blockplane.data_plane.loading.checkpoint import StoredTensor
 from blockplane.data_plane.models.weights import LayerWeights
 from blockplane.protos.errors import ModelError
 
@@ -34,7 +35,7 @@ class KVScales:
     def num_layers(self) -> int:
         return sum((layer, "k") in self._taken and (layer, "v") in self._taken for layer in range(len(self._layers)))
 
-    def take(self, name: str, tensor: Tensor) -> bool:
+    def take(self, name: str, tensor: StoredTensor) -> bool:
         """Give a scale to its layer; False where `name` is none, or that of a layer that is not there.
 
         Raises:
@@ -53,13 +54,13 @@ class KVScales:
         return True
 
 
-def _number(name: str, tensor: Tensor) -> float:
-    if tensor.numel() != 1:
+def _number(name: str, tensor: StoredTensor) -> float:
+    if (num_scales := math.prod(tensor.shape)) != 1:
         raise ModelError(
-            f"Tensor {name} holds {tensor.numel()} scales, and Blockplane has one a layer; choose a checkpoint whose KV"
+            f"Tensor {name} holds {num_scales} scales, and Blockplane has one a layer; choose a checkpoint whose KV"
             " cache is scaled per tensor."
         )
-    scale = float(tensor.float())
+    scale = float(tensor.read().float())
     if not 0 < scale < torch.inf:
         raise ModelError(f"Tensor {name} is {scale}, which is no scale; fetch the checkpoint again.")
     return scale

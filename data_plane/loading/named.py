@@ -12,21 +12,22 @@ from blockplane.data_plane.loading.checkpoint import Checkpoint, open_checkpoint
 from blockplane.data_plane.models.interface import Model
 from blockplane.data_plane.models.synthetic import MAX_MODEL_LEN, SyntheticModel, synthetic_model_info
 from blockplane.data_plane.models.weights import HOST
+from blockplane.data_plane.ranks.collectives import ALONE, Ranks
 from blockplane.protos.config import Config
 from blockplane.protos.errors import ConfigurationError
 from blockplane.protos.model import ModelInfo
 
 
-def load_named(name: str, config: Config, device: torch.device = HOST) -> tuple[Model, ModelInfo]:
-    """A model on a device, and its part of the worker's hello. Raises ModelError or ConfigurationError."""
+def load_named(name: str, config: Config, device: torch.device = HOST, ranks: Ranks = ALONE) -> tuple[Model, ModelInfo]:
+    """A rank's part of a model on a device, and that of the worker's hello. Raises ModelError or ConfigurationError."""
     kv_cache_dtype = KV_CACHE_DTYPES[config.kv_cache_dtype]
     if (seed := synthetic_seed(name)) is not None:
         max_model_len = config.max_model_len or MAX_MODEL_LEN
-        model = SyntheticModel(config.dtype, str(device), kv_cache_dtype=kv_cache_dtype, seed=seed)
+        model = SyntheticModel(config.dtype, str(device), kv_cache_dtype=kv_cache_dtype, seed=seed, ranks=ranks)
         return model, synthetic_model_info(max_model_len)
     checkpoint = open_checkpoint(name)
     info = info_of(checkpoint, config)
-    return load_model(checkpoint, config.dtype, info.max_model_len, kv_cache_dtype, device), info
+    return load_model(checkpoint, config.dtype, info.max_model_len, kv_cache_dtype, device, ranks), info
 
 
 def synthetic_seed(name: str) -> int | None:
@@ -50,11 +51,13 @@ def info_of(checkpoint: Checkpoint, config: Config) -> ModelInfo:
     )
 
 
-def load_draft_model(config: Config, target: ModelInfo, device: torch.device = HOST) -> Model | None:
-    """Raises ConfigurationError if the draft model cannot guess all that the target may say."""
+def load_draft_model(
+    config: Config, target: ModelInfo, device: torch.device = HOST, ranks: Ranks = ALONE
+) -> Model | None:
+    """Divided as the target is. Raises ConfigurationError if it cannot guess all that the target may say."""
     if not config.num_draft_tokens or config.draft_source != "model":
         return None
-    model, info = load_named(config.draft_model, config, device)
+    model, info = load_named(config.draft_model, config, device, ranks)
     if info.vocab_size != target.vocab_size:
         raise ConfigurationError(
             f"draft_model {info.name} has a vocabulary of {info.vocab_size} tokens and {target.name} one of"

@@ -8,7 +8,10 @@ from blockplane.data_plane.attention import Attention, AttentionBatches
 
 
 class Model(Protocol):
-    """A decoder: token ids and positions in, hidden states out; logits only for the rows that are sampled."""
+    """A decoder: token ids and positions in, hidden states out; logits only for the rows that are sampled.
+
+    Of a group, every rank has its own heads and computes every step; hidden states and logits are whole in all of them.
+    """
 
     vocab_size: int
     dtype: str
@@ -17,7 +20,7 @@ class Model(Protocol):
     attentions: tuple[Attention, ...]
     """One per layer, in layer order; the runner binds their KV caches."""
     fingerprint: bytes
-    """The same for every process that loaded the same model for the same arithmetic."""
+    """The same for every process that loaded the same part of the same model for the same arithmetic."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, batches: AttentionBatches) -> Tensor:
         """int64 [num_tokens] twice -> hidden states [num_tokens, hidden_size]; writes these tokens' KV."""

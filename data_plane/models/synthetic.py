@@ -29,6 +29,7 @@ from torch import Tensor
 from blockplane.data_plane.attention import Attention, AttentionBatches, AttentionSpec
 from blockplane.data_plane.models import synthetic_arithmetic as arithmetic
 from blockplane.data_plane.models.fingerprint import fingerprint
+from blockplane.data_plane.models.shards import heads_of, vocabulary_of
 from blockplane.data_plane.models.synthetic_arithmetic import (
     NUM_CHANNELS,
     NUM_CODE_CHANNELS,
@@ -37,6 +38,8 @@ from blockplane.data_plane.models.synthetic_arithmetic import (
     NUM_SUMS,
     WINDOWS,
 )
+from blockplane.data_plane.models.vocabulary import whole_logits
+from blockplane.data_plane.ranks.collectives import ALONE, Ranks
 from blockplane.protos.errors import ConfigurationError
 from blockplane.protos.model import GenerationDefaults, ModelInfo
 
@@ -54,6 +57,8 @@ class SyntheticModel:
 
     Its keys and values are signs and zeros, so that its FP8 scales are 1.
     Hidden states are int64 [num_tokens, 2]: the last state, exact by its type, and the token that it stands on.
+    Of a group, each rank takes the sums of its own heads; what they add to a state is added over the ranks, and wraps
+    around as it does alone: states are the same whatever the group's size.
     """
 
     vocab_size = arithmetic.VOCAB_SIZE
@@ -66,20 +71,26 @@ class SyntheticModel:
         *,
         kv_cache_dtype: str | None = None,
         seed: int = 0,
+        ranks: Ranks = ALONE,
     ) -> None:
         """
         Args:
             step_seconds: slept in every forward, for a model of that cost.
             kv_cache_dtype: None = `dtype`.
             seed: of its multipliers, which are all that it has for weights.
+            ranks: among which its heads and its vocabulary are divided.
+
+        Raises:
+            ModelError: they cannot be.
         """
+        heads, kv_heads = heads_of(NUM_KV_HEADS * NUM_SUMS, NUM_KV_HEADS, ranks)
         self.dtype = dtype
         self.kv_cache_dtype = kv_cache_dtype or dtype
         self.attentions = tuple(
             Attention(
                 AttentionSpec(
-                    num_heads=NUM_KV_HEADS * NUM_SUMS,
-                    num_kv_heads=NUM_KV_HEADS,
+                    num_heads=len(heads),
+                    num_kv_heads=len(kv_heads),
                     head_dim=NUM_CHANNELS,
                     scale=1.0,
                     sliding_window=window,
@@ -87,8 +98,13 @@ class SyntheticModel:
             )
             for window in WINDOWS
         )
-        self._layers = tuple(_Layer(layer, getattr(torch, dtype), device) for layer in range(NUM_LAYERS))
+        self._ranks = ranks
+        self._layers = tuple(
+            _Layer(layer, heads.own, kv_heads.own, ranks, getattr(torch, dtype), device) for layer in range(NUM_LAYERS)
+        )
         self.refill(seed)
+        tokens, num_tokens = vocabulary_of(self.vocab_size, ranks)
+        self._vocabulary = torch.arange(tokens.own.start, tokens.own.start + num_tokens, device=device)
         self._alphabet = torch.tensor(arithmetic.ALPHABET, device=device)
         self._step_seconds = step_seconds
 
@@ -108,25 +124,31 @@ class SyntheticModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         state, token_ids = hidden.unbind(1)
-        vocabulary = torch.arange(self.vocab_size, device=hidden.device)
-        noise: Tensor = arithmetic.noise(state[:, None], vocabulary).float() / 2**24
+        noise: Tensor = arithmetic.noise(state[:, None], self._vocabulary).float() / 2**24
         targets: Tensor = arithmetic.target(state, token_ids, self._alphabet)
-        lead = torch.full_like(noise[:, :1], TARGET_MARGIN)
-        return noise.scatter_add_(1, targets[:, None], lead)
+        own = noise + TARGET_MARGIN * (targets[:, None] == self._vocabulary)
+        return whole_logits(own, self.vocab_size, self._ranks)
 
     def idle_hidden(self, num_tokens: int) -> Tensor:
         return torch.zeros(num_tokens, 2, dtype=torch.int64)
 
 
 class _Layer:
-    """One layer: its keys by position, and how to ask attention for the sums."""
+    """One layer of a rank's heads: its keys by position, and how to ask attention for the sums."""
 
-    def __init__(self, layer: int, dtype: torch.dtype, device: str) -> None:
-        self._layer, self._dtype = layer, dtype
+    def __init__(
+        self, layer: int, heads: range, kv_heads: range, ranks: Ranks, dtype: torch.dtype, device: str
+    ) -> None:
+        self._layer, self._ranks, self._dtype = layer, ranks, dtype
         self._channels = torch.arange(NUM_CHANNELS, device=device)
-        self._heads = torch.arange(NUM_KV_HEADS, device=device)[:, None]
-        self._factors = torch.empty(NUM_KV_HEADS * NUM_SUMS * NUM_CHANNELS, dtype=torch.int64, device=device)
-        self._names = _names(layer, device)
+        self._heads = torch.arange(kv_heads.start, kv_heads.stop, device=device)[:, None]
+        self._rows = torch.arange(len(kv_heads), device=device)
+        first = heads.start - kv_heads.start * NUM_SUMS
+        self._own = slice(first, first + len(heads))
+        """The rank's query heads among the NUM_SUMS of each of its KV heads."""
+        self._indices = torch.arange(heads.start * NUM_CHANNELS, heads.stop * NUM_CHANNELS, device=device)
+        self._factors = torch.empty_like(self._indices)
+        self._names = _names(layer, kv_heads, device)
         code = arithmetic.position_code(
             layer,
             self._heads,
@@ -135,11 +157,10 @@ class _Layer:
         )
         self._keys = torch.cat([self._names.expand(MAX_MODEL_LEN, -1, -1), code], dim=-1).to(dtype)
         self._num_plus = torch.nn.functional.pad((code > 0).cumsum(0), (0, 0, 0, 0, 1, 0))
-        """[MAX_MODEL_LEN + 1, NUM_KV_HEADS, NUM_CODE_CHANNELS]: positions before this one with a plus sign."""
+        """[MAX_MODEL_LEN + 1, num_kv_heads, NUM_CODE_CHANNELS]: positions before this one with a plus sign."""
 
     def refill(self, seed: int) -> None:
-        indices = torch.arange(len(self._factors), device=self._factors.device)
-        self._factors.copy_(arithmetic.multipliers(self._layer, indices, seed))
+        self._factors.copy_(arithmetic.multipliers(self._layer, self._indices, seed))
 
     def next_state(self, state: Tensor, positions: Tensor, attention: Attention, batches: AttentionBatches) -> Tensor:
         """int64 [num_tokens] states and positions -> the states after this layer; writes the KV of these tokens."""
@@ -147,25 +168,26 @@ class _Layer:
         key = self._keys[positions]
         value = arithmetic.value(token_state, self._layer, self._heads, positions[:, None, None], self._channels)
         channels = arithmetic.drawn_channel(token_state, self._layer, self._heads, torch.arange(2, device=state.device))
-        output = attention(
-            self._query(state, positions, key, channels).flatten(1, 2), key, value.to(self._dtype), batches
-        ).view(-1, NUM_KV_HEADS, NUM_SUMS, NUM_CHANNELS)
-        sums = (output.float() * self._counts(positions, key, channels)[..., None]).round().long()
-        after: Tensor = arithmetic.next_state(state, sums, self._factors)
+        query = self._query(state, positions, key, channels).flatten(1, 2)[:, self._own]
+        output = attention(query, key, value.to(self._dtype), batches)
+        counts = self._counts(positions, key, channels).flatten(1, 2)[:, self._own]
+        sums = (output.float() * counts[..., None]).round().long()
+        taken_in = self._ranks.all_reduce(arithmetic.taken_in(sums, self._factors))
+        after: Tensor = arithmetic.next_state(state, taken_in)
         return after
 
     def _query(self, state: Tensor, positions: Tensor, key: Tensor, channels: Tensor) -> Tensor:
-        """[num_tokens, NUM_KV_HEADS, NUM_SUMS, NUM_CHANNELS]; channels: int64 [num_tokens, NUM_KV_HEADS, 2]."""
-        query = key.new_zeros(len(state), NUM_KV_HEADS, NUM_SUMS, NUM_CHANNELS)
+        """[num_tokens, num_kv_heads, NUM_SUMS, NUM_CHANNELS]; channels: int64 [num_tokens, num_kv_heads, 2]."""
+        query = key.new_zeros(len(state), len(self._heads), NUM_SUMS, NUM_CHANNELS)
         query[..., :_NAME_CHANNELS] = _LEAN * self._names[:, None]
         selected = channels + _NAME_CHANNELS
         query[:, :, 1:3].scatter_(-1, selected[..., None], _SELECT * key.gather(-1, selected)[..., None])
         seen = arithmetic.drawn_position(state[:, None], self._layer, self._heads[:, 0], positions[:, None])
-        query[:, :, 3, _NAME_CHANNELS:] = self._keys[seen, self._heads[:, 0], _NAME_CHANNELS:]
+        query[:, :, 3, _NAME_CHANNELS:] = self._keys[seen, self._rows, _NAME_CHANNELS:]
         return query
 
     def _counts(self, positions: Tensor, key: Tensor, channels: Tensor) -> Tensor:
-        """[num_tokens, NUM_KV_HEADS, NUM_SUMS]: how many positions each of the sums runs over."""
+        """[num_tokens, num_kv_heads, NUM_SUMS]: how many positions each of the sums runs over."""
         first = arithmetic.first_visible(self._layer, positions)
         num_plus = (self._num_plus[positions + 1] - self._num_plus[first]).gather(-1, channels)
         num_visible = (positions - first + 1)[:, None, None].expand_as(num_plus)
@@ -174,9 +196,9 @@ class _Layer:
         return torch.cat([num_visible[..., :1], num_agreeing, one], dim=-1)
 
 
-def _names(layer: int, device: str) -> Tensor:
-    """[NUM_KV_HEADS, 8] signs, orthogonal between all layers and heads: rows of Sylvester's Hadamard matrix."""
-    rows = range(layer * NUM_KV_HEADS, (layer + 1) * NUM_KV_HEADS)
+def _names(layer: int, kv_heads: range, device: str) -> Tensor:
+    """[num_kv_heads, 8] signs, orthogonal between all layers and heads: rows of Sylvester's Hadamard matrix."""
+    rows = [layer * NUM_KV_HEADS + kv_head for kv_head in kv_heads]
     signs = [[(-1) ** (row & column).bit_count() for column in range(_NAME_CHANNELS)] for row in rows]
     return torch.tensor(signs, device=device)
 

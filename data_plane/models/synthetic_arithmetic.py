@@ -99,9 +99,17 @@ def multipliers(layer: int, indices: Any, seed: int = 0) -> Any:
     return _draw(indices + (seed << 12), _MULTIPLIER, layer) | 1
 
 
-def next_state(state: Any, sums: Any, factors: Any) -> Any:
-    """Take in int64 sums [num_tokens, num_kv_heads, NUM_SUMS, NUM_CHANNELS], times `multipliers` of the same size."""
-    return mix(state + (sums.reshape(state.shape[0], factors.shape[0]) * factors).sum(-1))
+def taken_in(sums: Any, factors: Any) -> Any:
+    """What int64 sums [num_tokens, ..., NUM_CHANNELS], times `multipliers` of the same size, add to the tokens' states.
+
+    Sums may be taken in a few at a time: together they add the same.
+    """
+    return (sums.reshape(sums.shape[0], factors.shape[0]) * factors).sum(-1)
+
+
+def next_state(state: Any, taken_in: Any) -> Any:
+    """The state after a layer, from the one before and what all sums add."""
+    return mix(state + taken_in)
 
 
 def target(state: Any, token_ids: Any, alphabet: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The one decoder of the Llama, Qwen3 and Gemma 3 families: its arithmetic; knows neither files nor steps."""
+"""The one decoder of the Llama, Qwen3 and Gemma 3 families: a rank's arithmetic; knows neither files nor steps."""
 
 import torch
 from torch import Tensor
@@ -9,11 +9,20 @@ from blockplane.data_plane.models.config import LayerConfig, ModelConfig, RopeCo
 from blockplane.data_plane.models.fingerprint import fingerprint
 from blockplane.data_plane.models.linear import fastest_linear
 from blockplane.data_plane.models.rope import rotary_table, rotate
+from blockplane.data_plane.models.vocabulary import embed, whole_logits
 from blockplane.data_plane.models.weights import DecoderWeights, LayerWeights
+from blockplane.data_plane.ranks.collectives import ALONE, Ranks
 
 
 class Transformer:
-    """A decoder over filled weights; see `Model` for what the runner asks of it."""
+    """A decoder over filled weights; see `Model` for what the runner asks of it.
+
+    Of a group, each rank has its own heads, MLP columns and vocabulary rows (Shoeybi et al. 2019, arXiv 1909.08053);
+    hidden states are whole in all of them.
+
+    Attributes:
+        config: of the whole model. ranks: the group, this rank being one of it.
+    """
 
     def __init__(
         self,
@@ -21,12 +30,14 @@ class Transformer:
         weights: DecoderWeights,
         max_model_len: int | None = None,
         kv_cache_dtype: str | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """Prepare for positions below `max_model_len`, by default all that the model was made for, where weights lie.
 
-        `kv_cache_dtype` None = that of the weights.
+        `kv_cache_dtype` None = that of the weights. `ranks`: those that the weights were divided among.
         """
-        self.config = config
+        self.config, self.ranks = config, ranks
+        self._tokens = weights.shard.vocabulary.own
         self.vocab_size = config.vocab_size
         self.dtype = str(weights.embeddings.dtype).removeprefix("torch.")
         self.kv_cache_dtype = kv_cache_dtype or self.dtype
@@ -43,7 +54,7 @@ class Transformer:
         }
         self._norm = RMSNorm(weights.norm, config, weights.embeddings.dtype)
         self._layers = [
-            DecoderLayer(config, layer, layer_weights)
+            DecoderLayer(config, layer, layer_weights, ranks)
             for layer, layer_weights in zip(config.layers, weights.layers, strict=True)
         ]
         self.attentions: tuple[Attention, ...] = tuple(layer.attention for layer in self._layers)
@@ -65,7 +76,7 @@ class Transformer:
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, positions: Tensor, batches: AttentionBatches) -> Tensor:
         """int64 [num_tokens] twice -> hidden states [num_tokens, hidden_size]; writes these tokens' KV."""
-        hidden = self._embeddings.embed(input_ids)
+        hidden = embed(input_ids, self._embeddings, self._tokens, self.ranks)
         if self._embedding_scale is not None:
             hidden = hidden * self._embedding_scale
         rotations = {rope: table[positions].unbind(1) for rope, table in self._rotary_tables.items()}
@@ -76,7 +87,7 @@ class Transformer:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[num_sampled, hidden_size] -> float32 [num_sampled, vocab_size]."""
-        logits = self._output(hidden).float()
+        logits = whole_logits(self._output(hidden), self.vocab_size, self.ranks).float()
         cap = self.config.logit_soft_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -86,14 +97,16 @@ class Transformer:
 
 
 class DecoderLayer:
-    """Attention, then a gated MLP, each around a residual addition."""
+    """Attention, then a gated MLP, each around a residual addition; their outputs are sums over the ranks."""
 
-    def __init__(self, config: ModelConfig, layer: LayerConfig, weights: LayerWeights) -> None:
+    def __init__(self, config: ModelConfig, layer: LayerConfig, weights: LayerWeights, ranks: Ranks) -> None:
+        num_heads, num_kv_heads = len(weights.shard.heads), len(weights.shard.kv_heads)
         self.rope: RopeConfig = layer.rope
+        self._ranks = ranks
         self.attention = Attention(
             AttentionSpec(
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
                 head_dim=config.head_dim,
                 scale=config.query_scale,
                 sliding_window=layer.sliding_window,
@@ -106,9 +119,9 @@ class DecoderLayer:
         self._output = fastest_linear(weights.output, weights.output_bias)
         self._gate_up, self._down = fastest_linear(weights.gate_up), fastest_linear(weights.down)
         self._gelu = config.activation == "gelu_tanh"
-        self._head_shape = (config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        self._num_rotated = config.num_heads + config.num_kv_heads
-        self._num_heads = config.num_heads
+        self._head_shape = (num_heads + 2 * num_kv_heads, config.head_dim)
+        self._num_rotated = num_heads + num_kv_heads
+        self._num_heads = num_heads
 
         def norm(weight: Tensor | None) -> RMSNorm | None:
             return None if weight is None else RMSNorm(weight, config, weights.qkv.dtype)
@@ -117,8 +130,7 @@ class DecoderLayer:
         self._mlp_norm = RMSNorm(weights.mlp_norm, config, weights.qkv.dtype)
         self._attention_output_norm = norm(weights.attention_output_norm)
         self._mlp_output_norm = norm(weights.mlp_output_norm)
-        self._qk_norm = norm(_per_head(weights, config))
-        self._config = config
+        self._qk_norm = norm(_per_head(weights))
 
     def refill(self, weights: LayerWeights) -> None:
         """Take other weights of the same shapes, and other scales."""
@@ -131,7 +143,7 @@ class DecoderLayer:
             (self._mlp_norm, weights.mlp_norm),
             (self._attention_output_norm, weights.attention_output_norm),
             (self._mlp_output_norm, weights.mlp_output_norm),
-            (self._qk_norm, _per_head(weights, self._config)),
+            (self._qk_norm, _per_head(weights)),
         ):
             if norm is not None and weight is not None:
                 norm.refill(weight)
@@ -156,12 +168,12 @@ class DecoderLayer:
         rotated = rotate(query_key, *rotation).to(value.dtype)
         query, key = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
         attended = self.attention(query, key, value, batches).flatten(1)
-        return self._output(attended)
+        return self._ranks.all_reduce(self._output(attended))
 
     def _mlp(self, normed: Tensor) -> Tensor:
         gate, up = self._gate_up(normed).chunk(2, dim=-1)
         gate = functional.gelu(gate, approximate="tanh") if self._gelu else functional.silu(gate)
-        return self._down(gate * up)
+        return self._ranks.all_reduce(self._down(gate * up))
 
 
 class RMSNorm:
@@ -187,8 +199,9 @@ class RMSNorm:
         return normed.to(x.dtype) * self._weight
 
 
-def _per_head(weights: LayerWeights, config: ModelConfig) -> Tensor | None:
+def _per_head(weights: LayerWeights) -> Tensor | None:
     """Query and key norms side by side, [num_heads + num_kv_heads, head_dim], so that one product serves both."""
     if weights.q_norm is None or weights.k_norm is None:
         return None
-    return torch.cat((weights.q_norm.expand(config.num_heads, -1), weights.k_norm.expand(config.num_kv_heads, -1)))
+    num_heads, num_kv_heads = len(weights.shard.heads), len(weights.shard.kv_heads)
+    return torch.cat((weights.q_norm.expand(num_heads, -1), weights.k_norm.expand(num_kv_heads, -1)))

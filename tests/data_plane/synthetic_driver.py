@@ -8,7 +8,7 @@ from torch import Tensor
 from blockplane.data_plane.attention import AttentionBatch, DecodeBatch, PrefillBatch
 from blockplane.data_plane.backends.cpu import CPU
 from blockplane.data_plane.models.synthetic import SyntheticModel
-from blockplane.data_plane.models.synthetic_arithmetic import NUM_CHANNELS, NUM_KV_HEADS
+from blockplane.data_plane.models.synthetic_arithmetic import NUM_CHANNELS
 from blockplane.kernels.slots import PAD_SLOT_ID, SKIP_BLOCK_ID, slots_of
 
 
@@ -35,7 +35,8 @@ class SyntheticDriver:
         width = max(map(len, texts)) // block_size + 5
         blocks = random.Random(seed).sample(range(1, 2 * len(texts) * width), len(texts) * width)
         self.block_table = torch.tensor(blocks, dtype=torch.int32).view(len(texts), width)
-        shape = 2 * len(texts) * width, block_size, NUM_KV_HEADS, NUM_CHANNELS
+        num_kv_heads = self.model.attentions[0].spec.num_kv_heads
+        shape = 2 * len(texts) * width, block_size, num_kv_heads, NUM_CHANNELS
         self.caches = [
             (torch.full(shape, fill).to(kv_dtype), torch.full(shape, fill).to(kv_dtype)) for _ in self.model.attentions
         ]

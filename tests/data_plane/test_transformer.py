@@ -183,7 +183,7 @@ def gemma_270m_of_transformers() -> PreTrainedModel:
         max_position_embeddings=32768,
     )
     model = Gemma3ForCausalLM(config)
-    weights = dict(checkpoint.tensors)
+    weights = {name: stored.read() for name, stored in checkpoint.tensors}
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, strict=True)
     return model.eval()

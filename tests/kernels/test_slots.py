@@ -47,6 +47,18 @@ def test_every_position_is_one_rank_s_and_each_rank_fills_its_blocks_in_order(
         assert slots[owners == rank].tolist() == whole_blocks.tolist()
 
 
+@given(st.integers(1, 5), st.sampled_from([1, 2, 4]), st.integers(0, 60))
+def test_places_are_counted_from_the_positions_that_a_rank_keeps(
+    world_size: int, interleave_size: int, num_tokens: int
+) -> None:
+    for rank in range(world_size):
+        share = ContextParallel(world_size, rank, interleave_size)
+        kept = [position for position in range(num_tokens) if share.owns(position)]
+        assert share.num_kept(num_tokens) == len(kept)
+        assert [share.positions(place) for place in range(len(kept))] == kept
+        assert share.positions(torch.arange(len(kept))).tolist() == kept
+
+
 def test_prefill_and_decode_groups_interleave_as_one() -> None:
     shares = [context_parallel_of((2, prefill), (3, decode), 4) for prefill in range(2) for decode in range(3)]
     assert shares == [ContextParallel(6, rank, 4) for rank in range(6)]
