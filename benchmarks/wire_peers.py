@@ -205,11 +205,14 @@ def serve_steps(address: str, max_model_len: int, step_seconds: float) -> None:
     It tells how long it had no plan before each, by its own clock, and how long no step ran, as a device would see it.
     """
     from blockplane.data_plane.models.synthetic import SyntheticModel, synthetic_model_info
+    from blockplane.data_plane.place import Single
     from blockplane.data_plane.runner import Runner
+    from blockplane.data_plane.served_model import ServedModel
     from blockplane.data_plane.worker import Worker
 
     steps: SimpleQueue[tuple[int, float, float]] = SimpleQueue()
-    worker = Worker(SyntheticModel("bfloat16"), synthetic_model_info(max_model_len), 1 << 29)
+    model = ServedModel(SyntheticModel("bfloat16"), synthetic_model_info(max_model_len), 1 << 29)
+    worker = Worker(Single(model))
     script: Script | None = None
     ended = time.perf_counter()
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from threading import Thread
 from types import FrameType
 
 # Read once, as torch loads. Threads that wait for each other by spinning take the cores from engine and frontend, and
@@ -14,12 +15,12 @@ import torch
 from blockplane.data_plane.backends.choice import chosen_backend
 from blockplane.data_plane.loaded_worker import loaded_worker
 from blockplane.data_plane.record import Record
-from blockplane.data_plane.threads import num_usable_cores
 from blockplane.data_plane.worker import Worker
 from blockplane.protos.access import access_of
 from blockplane.protos.config import Config
 from blockplane.protos.metrics_port import MetricsPort
 from blockplane.protos.process import run_process
+from blockplane.protos.threads import num_usable_cores
 
 
 def serve(config: Config) -> None:
@@ -47,6 +48,20 @@ def _leave_when_told(worker: Worker, drain_seconds: int) -> None:
 
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGINT, leave)
+    _hear_signals(worker)
+
+
+def _hear_signals(worker: Worker) -> None:
+    """Have a thread learn of signals: the main one learns of none while it waits for other ranks."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def hear() -> None:
+        while os.read(reader, 1):
+            worker.told_to_end()
+
+    Thread(target=hear, name="signals", daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from blockplane.kernels.slots import NULL_BLOCK_ID, SKIP_BLOCK_ID
+from blockplane.kernels.slots import ALONE, NULL_BLOCK_ID, SKIP_BLOCK_ID, ContextParallel
 from blockplane.protos.errors import ConfigurationError
 from blockplane.protos.plan import Int32Array, IntArray
 
@@ -24,6 +24,7 @@ class BlockTable:
             block j. The null block and what is beyond a row's blocks are SKIP_BLOCK_ID, as the kernels want them:
             remapped once, when written, and not at every step.
         num_blocks: int64 [max_num_rows].
+        block_size, context_parallel: what slots are reckoned by: tokens of a block that this rank keeps, and which.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class BlockTable:
         max_blocks_per_row: int,
         block_size: int = 1,
         kernel_block_size: int | None = None,
+        context_parallel: ContextParallel = ALONE,
     ) -> None:
         """`kernel_block_size` is the block size of what `gather` returns; None = `block_size`, in tokens too.
 
@@ -41,6 +43,7 @@ class BlockTable:
         """
         self.entries: Int32Array = np.full((num_groups, max_num_rows, max_blocks_per_row), SKIP_BLOCK_ID, np.int32)
         self.num_blocks = np.zeros(max_num_rows, np.int64)
+        self.block_size, self.context_parallel = block_size, context_parallel
         self._num_parts = num_kernel_blocks(block_size, kernel_block_size or block_size)
         self._groups = np.arange(num_groups)[:, None]
 

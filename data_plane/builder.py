@@ -6,10 +6,10 @@ import torch
 
 from blockplane.data_plane.backends.choice import building_backend
 from blockplane.data_plane.loaded_worker import loaded_worker
-from blockplane.data_plane.threads import num_usable_cores
 from blockplane.protos.access import access_of
 from blockplane.protos.config import Config
 from blockplane.protos.process import run_process
+from blockplane.protos.threads import num_usable_cores
 
 
 def serve(config: Config) -> None:

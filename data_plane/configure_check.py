@@ -17,6 +17,9 @@ def check_configure(configure: Configure, max_model_len: int, kv_bytes: int, ava
         ProtocolError: a number is out of its range; the message names it.
     """
     _require(configure.block_size > 0, f"blocks of {configure.block_size} tokens")
+    num_sharing = configure.context_parallel_size
+    is_shared = num_sharing > 0 and configure.block_size % num_sharing == 0
+    _require(is_shared, f"blocks of {configure.block_size} tokens, shared by {num_sharing} ranks")
     _require(configure.num_blocks > 1, f"{configure.num_blocks} blocks, and block 0 is never used")
     is_within = 0 < configure.max_model_len <= max_model_len
     _require(is_within, f"max_model_len {configure.max_model_len}, and the model has {max_model_len}")

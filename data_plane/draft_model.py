@@ -10,6 +10,7 @@ from blockplane.data_plane.backends.backend import Backend
 from blockplane.data_plane.execution import execution_of
 from blockplane.data_plane.inputs import StepInputs, decode_inputs
 from blockplane.data_plane.models.interface import Model
+from blockplane.data_plane.ranks.collectives import ALONE, Ranks
 from blockplane.data_plane.rows import Rows
 from blockplane.data_plane.sampler import NO_LOGPROBS
 from blockplane.data_plane.sampling_rows import SamplingRows
@@ -30,13 +31,19 @@ class DraftModel:
     """
 
     def __init__(
-        self, model: Model, configure: Configure, rows: Rows, sampling: SamplingRows, backend: Backend
+        self,
+        model: Model,
+        configure: Configure,
+        rows: Rows,
+        sampling: SamplingRows,
+        backend: Backend,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`rows`, `sampling`: the target's, whose KV caches and this model's are bound."""
         configure = replace(configure, num_draft_tokens=0)
         self._target_rows, self._rows = rows, rows.at_another_pace(configure)
         self._sampling, self._is_compiled = sampling, backend.is_compiled
-        self._execution = execution_of(model, configure, backend)
+        self._execution = execution_of(model, configure, backend, ranks)
         self.graphs = self._execution.graphs
 
     def build(self) -> None:

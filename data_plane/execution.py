@@ -1,4 +1,7 @@
-"""From a step's inputs to its samples: the model's graphs and the sampler, one after the other. Knows no rows."""
+"""From a step's inputs to its samples: the model's graphs and the sampler, one after the other. Knows no rows.
+
+Of several ranks all compute, the first one samples, and the others are told what.
+"""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +16,9 @@ from blockplane.data_plane.fused_sampling import FusedSampling
 from blockplane.data_plane.graphs import Graphs, idle_tensors
 from blockplane.data_plane.inputs import StepInputs
 from blockplane.data_plane.models.interface import Model
+from blockplane.data_plane.ranks.collectives import ALONE, Ranks
 from blockplane.data_plane.sampler import Samples, SamplingBatch, sample
+from blockplane.protos.errors import ConfigurationError
 from blockplane.protos.plan import NO_ROWS, Configure
 
 
@@ -53,11 +58,12 @@ class Execution(Protocol):
 class ForwardThenSample:
     """Graphs of the forward alone; logits are there of what is sampled, of all parts at once."""
 
-    def __init__(self, model: Model, configure: Configure, backend: Backend) -> None:
+    def __init__(self, model: Model, configure: Configure, backend: Backend, ranks: Ranks = ALONE) -> None:
         idle = partial(idle_tensors, configure=configure, is_compiled=backend.is_compiled)
         self.graphs = Graphs(model.forward, idle, configure, backend)
         self.computed_at: int | None = None
         self._model = model
+        self._sample = sample if ranks.world_size == 1 else partial(sample_in_first, ranks)
 
     def build(self) -> None:
         self.graphs.build()
@@ -70,7 +76,7 @@ class ForwardThenSample:
         sampled = [states[part.logits_indices] for part, states in zip(parts, hidden, strict=True)]
         logits = self._model.logits(torch.cat(sampled))
         self.computed_at = time.monotonic_ns()
-        return sample(logits, batch), hidden
+        return self._sample(logits, batch), hidden
 
     def _forward(self, part: StepInputs) -> Tensor:
         hidden: Tensor = self.graphs.run(part.shape, part.input_ids, part.positions, part.batches)
@@ -81,6 +87,26 @@ class ForwardThenSample:
         return self._model.logits(hidden)
 
 
-def execution_of(model: Model, configure: Configure, backend: Backend) -> Execution:
-    """The one that the backend has."""
-    return (FusedSampling if backend.fuses_sampling else ForwardThenSample)(model, configure, backend)
+def sample_in_first(ranks: Ranks, logits: Tensor, batch: SamplingBatch) -> Samples:
+    """Rank 0's samples; the others know the tokens alone, and need neither grammars nor what else changes logits."""
+    if ranks.rank == 0:
+        samples = sample(logits, batch)
+        ranks.broadcast(torch.from_numpy(samples.token_ids))
+        return samples
+    return Samples(ranks.broadcast(torch.empty(len(logits), dtype=torch.int32)).numpy())
+
+
+def execution_of(model: Model, configure: Configure, backend: Backend, ranks: Ranks = ALONE) -> Execution:
+    """The one that the backend has.
+
+    Raises:
+        ConfigurationError: the backend computes in one rank alone.
+    """
+    if not backend.fuses_sampling:
+        return ForwardThenSample(model, configure, backend, ranks)
+    if ranks.world_size > 1:
+        raise ConfigurationError(
+            f"tensor_parallel_size is {ranks.world_size}, and the device {backend.name} draws tokens inside graphs that"
+            " know one rank alone; set tensor_parallel_size to 1, or choose device cpu."
+        )
+    return FusedSampling(model, configure, backend)

@@ -15,13 +15,13 @@ from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par, get_bitmask_shape
 from numpy.typing import NDArray
 
-from blockplane.data_plane.threads import num_usable_cores
 from blockplane.protos.config import Config
 from blockplane.protos.errors import InvalidRequestError, ModelError
 from blockplane.protos.grammars import compile_grammar, ending_ids, grammar_tokenizer
 from blockplane.protos.model import ModelInfo
 from blockplane.protos.plan import Int32Array
 from blockplane.protos.structured import StructuredOutput
+from blockplane.protos.threads import num_usable_cores
 
 logger = logging.getLogger(__name__)
 

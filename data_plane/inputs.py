@@ -192,7 +192,9 @@ def _token_columns(
     columns[0] = rows.token_ids[token_rows, positions]
     columns[0, padding] = 0
     columns[1] = positions
-    columns[2:] = slots_of(block_table.entries, token_rows, positions, rows.configure.block_size)
+    columns[2:] = slots_of(
+        block_table.entries, token_rows, positions, block_table.block_size, block_table.context_parallel
+    )
     columns[2:, padding] = PAD_SLOT_ID
     return torch.from_numpy(columns).unbind()
 

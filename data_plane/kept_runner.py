@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 
+import torch
+
 from blockplane.data_plane.backends.backend import Backend
 from blockplane.data_plane.backends.cpu import CPU
 from blockplane.data_plane.bucket_counts import BucketLedger
 from blockplane.data_plane.grammars import Grammars
 from blockplane.data_plane.models.fingerprint import model_fingerprint
 from blockplane.data_plane.models.interface import Model
+from blockplane.data_plane.ranks.collectives import ALONE, Ranks
 from blockplane.data_plane.runner import Runner
 from blockplane.protos.errors import ProtocolError
 from blockplane.protos.model import ModelInfo
@@ -32,15 +35,16 @@ class KeptRunner:
         draft_model: Model | None,
         grammars: Grammars | None = None,
         backend: Backend = CPU,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """`num_draft_tokens`, `draft_model`, `grammars`, `backend`: as `Runner` has them."""
+        """`num_draft_tokens`, `draft_model`, `grammars`, `backend`, `ranks`: as `Runner` has them."""
         self.fingerprint = model_fingerprint(model, draft_model)
         self.weight_epoch = 0
         self.runner: Runner | None = None
         self.buckets = BucketLedger()
         self._model, self._info = model, info
         self._num_draft_tokens, self._draft_model = num_draft_tokens, draft_model
-        self._grammars, self._backend = grammars, backend
+        self._grammars, self._backend, self._ranks = grammars, backend, ranks
 
     def renew_weights(self) -> None:
         """The model has other weights. Graphs and KV stay, but what the KV holds is no use any more."""
@@ -50,26 +54,39 @@ class KeptRunner:
     def configured(self, configure: Configure) -> Runner:
         """The runner of the last attach with its KV and graphs, reset, if it was built for the same; else a new one.
 
+        Ranks build together, since their graphs call each other: if one has nothing to keep, none keeps anything.
+
         Raises:
             ProtocolError: the engine counts on KV that is not there, or on what this worker cannot build.
         """
         # A build that fails leaves nothing to go back to: the KV of the one before may be gone.
         kept, self.runner = self.runner, None
-        if kept is not None and _built(kept.configure) == _built(configure):
+        is_kept = kept is not None and _built(kept.configure) == _built(configure)
+        if self._in_all_ranks(is_kept) and kept is not None:
             kept.reset(configure)
             self.runner = kept
         elif configure.keeps_kv:
-            what = "another layout of it" if kept is not None else "none"
+            own = "none" if kept is None else "another layout of it"
+            who = "another rank has none" if is_kept else f"this worker has {own}"
             raise ProtocolError(
-                f"the engine counts on KV from an earlier attach, and this worker has {what}; let the engine configure"
-                " it without keeps_kv."
+                f"the engine counts on KV from an earlier attach, and {who}; let the engine configure it without"
+                " keeps_kv."
             )
         else:
             # Nobody may hold graphs any more while others are built in their place.
             self.buckets.begin({})
             self.runner = self._build(configure)
             self.buckets.begin(self.runner.all_graphs)
+        # Whoever says that it is ready knows that all are: from then on they compute.
+        self._in_all_ranks(True)
         return self.runner
+
+    def _in_all_ranks(self, holds: bool) -> bool:
+        """Whether something holds in each of them; waits for all."""
+        if self._ranks.world_size == 1:
+            return holds
+        num_ranks = self._ranks.all_reduce(torch.tensor([int(holds)]))
+        return int(num_ranks) == self._ranks.world_size
 
     def _build(self, configure: Configure) -> Runner:
         return Runner(
@@ -80,6 +97,7 @@ class KeptRunner:
             draft_model=self._draft_model,
             grammars=self._grammars,
             backend=self._backend,
+            ranks=self._ranks,
         )
 
 

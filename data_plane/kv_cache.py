@@ -12,6 +12,8 @@ import torch
 from blockplane.data_plane.attention import Attention
 from blockplane.data_plane.backends.backend import Backend
 from blockplane.data_plane.models.interface import Model
+from blockplane.data_plane.ranks.collectives import ALONE, Ranks
+from blockplane.data_plane.ranks.context_kernels import kernels_of
 from blockplane.protos.errors import ProtocolError
 from blockplane.protos.kv_cache import KVCacheGroup, KVCacheTensor
 from blockplane.protos.model import LayerKVSpec
@@ -43,13 +45,18 @@ def _specs_of(model: Model, prefix: str) -> tuple[LayerKVSpec, ...]:
     )
 
 
-def bind_kv_caches(model: Model, configure: Configure, backend: Backend, draft_model: Model | None = None) -> None:
-    """Allocate each KV cache tensor once, as the backend lays it out, and bind it, with its group and the backend's
-    kernels, to every layer that shares it.
+def bind_kv_caches(
+    model: Model, configure: Configure, backend: Backend, draft_model: Model | None = None, ranks: Ranks = ALONE
+) -> None:
+    """Allocate each KV cache tensor once, as the backend lays it out, and bind it, with its group and the kernels, to
+    every layer that shares it. Where ranks share positions, a block has the places of this rank's alone.
 
     Raises:
-        ProtocolError: the layout contradicts the models' layers, or asks for attention that this worker does not have.
+        ProtocolError: the layout contradicts the models' layers or the ranks, or asks for attention that this worker
+            does not have.
+        ConfigurationError: as `kernels_of` says.
     """
+    kernels = kernels_of(backend, configure, ranks)
     specs = {spec.name: spec for spec in layer_kv_specs(model, draft_model)}
     attentions = dict(zip(specs, attentions_of(model, draft_model), strict=True))
     group_of = _group_of_layers(configure.kv_cache_groups, specs)
@@ -61,12 +68,13 @@ def bind_kv_caches(model: Model, configure: Configure, backend: Backend, draft_m
     # What an earlier attach left goes first: there need not be room for both.
     for attention in attentions.values():
         attention.caches = None
+    num_blocks, block_size = configure.num_blocks, configure.rank_block_size
     for tensor, spec in zip(tensors, spec_of, strict=True):
-        shape = backend.kv_cache_shape(configure.num_blocks, configure.block_size, spec.num_kv_heads, spec.head_dim)
+        shape = backend.kv_cache_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         dtype = getattr(torch, spec.dtype)
         k_cache, v_cache = (torch.zeros(shape, dtype=dtype, device=backend.device) for _ in range(2))
         for name in tensor.shared_by:
-            attentions[name].bind_kv_cache(k_cache, v_cache, backend.kernels, group_of[name])
+            attentions[name].bind_kv_cache(k_cache, v_cache, kernels, group_of[name])
 
 
 def num_kv_bytes(configure: Configure, model: Model, draft_model: Model | None = None) -> int:
@@ -141,7 +149,7 @@ def _spec_of_tensor(
 
 def _num_bytes(spec: LayerKVSpec, configure: Configure) -> int:
     """Bytes of all blocks' keys and values (seed 002, "KV cache workflow")."""
-    num_elements = configure.num_blocks * configure.block_size * spec.num_kv_heads * spec.head_dim
+    num_elements = configure.num_blocks * configure.rank_block_size * spec.num_kv_heads * spec.head_dim
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return 2 * num_elements * dtype.itemsize
 

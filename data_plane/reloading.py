@@ -59,7 +59,7 @@ class WeightSource:
         checkpoint = open_checkpoint(name)
         self._check_alike(name, checkpoint, model)
         scales_kv = KV_CACHE_DTYPES[self._config.kv_cache_dtype] is not None
-        weights = load_weights(checkpoint, self._config.dtype, scales_kv=scales_kv)
+        weights = load_weights(checkpoint, self._config.dtype, scales_kv=scales_kv, ranks=model.ranks)
         scales = [(attention.spec.k_scale, attention.spec.v_scale) for attention in model.attentions]
         if self._is_compiled and scales_kv and weights.kv_scales != scales:
             raise ModelError(

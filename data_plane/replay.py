@@ -16,13 +16,13 @@ from blockplane.data_plane.models.interface import Model
 from blockplane.data_plane.record import read_record
 from blockplane.data_plane.reloading import WeightSource
 from blockplane.data_plane.rows import Rows
-from blockplane.data_plane.threads import num_usable_cores
 from blockplane.protos import wire
 from blockplane.protos.config import Config
 from blockplane.protos.errors import ConfigurationError, ModelError, ProtocolError, ReplayError
 from blockplane.protos.model import ModelInfo
 from blockplane.protos.plan import StepPlan, StepResult
 from blockplane.protos.process import run_process
+from blockplane.protos.threads import num_usable_cores
 from blockplane.v1 import engine_pb2 as pb
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from copy import copy
 import numpy as np
 
 from blockplane.data_plane.block_table import BlockTable
-from blockplane.kernels.slots import NULL_BLOCK_ID
+from blockplane.kernels.slots import ALONE, NULL_BLOCK_ID, ContextParallel
 from blockplane.protos.errors import ProtocolError
 from blockplane.protos.kv_cache import first_visible
 from blockplane.protos.plan import NO_ROWS, Admission, Configure, Int32Array, IntArray, StepPlan, StepResult
@@ -26,8 +26,17 @@ class Rows:
         decode_num_tokens: int32, per decode row, how many tokens it may compute: its newest and drafts.
     """
 
-    def __init__(self, configure: Configure, kernel_block_size: int | None = None) -> None:
-        """`kernel_block_size`: tokens in a block as the attention kernel has them; None = as the engine has them."""
+    def __init__(
+        self,
+        configure: Configure,
+        kernel_block_size: int | None = None,
+        context_parallel: ContextParallel = ALONE,
+    ) -> None:
+        """
+        Args:
+            kernel_block_size: tokens in a block as the attention kernel has them; None = as this rank keeps them.
+            context_parallel: which positions these are.
+        """
         max_num_seqs = configure.max_num_seqs
         self.configure = configure
         self.token_ids = np.zeros((max_num_seqs, configure.max_model_len), np.int32)
@@ -37,8 +46,9 @@ class Rows:
             len(configure.kv_cache_groups),
             max_num_seqs,
             configure.max_blocks_per_row,
-            configure.block_size,
+            configure.rank_block_size,
             kernel_block_size,
+            context_parallel,
         )
         self.decode_rows: IntArray = NO_ROWS
         self.decode_num_tokens: Int32Array = NO_ROWS

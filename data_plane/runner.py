@@ -21,6 +21,7 @@ from blockplane.data_plane.inputs import StepInputs, decode_inputs, prefill_inpu
 from blockplane.data_plane.kv_cache import attentions_of, bind_kv_caches
 from blockplane.data_plane.models.interface import Model
 from blockplane.data_plane.prompt_lookup import PromptLookup
+from blockplane.data_plane.ranks.collectives import ALONE, Ranks
 from blockplane.data_plane.rows import Rows
 from blockplane.data_plane.sampler import Samples
 from blockplane.data_plane.sampling_rows import SamplingRows
@@ -49,6 +50,7 @@ class Runner:
         draft_model: Model | None = None,
         grammars: Grammars | None = None,
         backend: Backend = CPU,
+        ranks: Ranks = ALONE,
     ) -> None:
         """Build what the engine decided, every graph too.
 
@@ -59,25 +61,29 @@ class Runner:
             draft_model: what proposes them, of the same vocabulary; None = the rows' own texts do.
             grammars: what holds rows to structured outputs; None = no row may ask for one.
             backend: where the models' weights lie.
+            ranks: those that the models are divided among; each has a runner, and all are given the same plans. The
+                first one samples, and alone knows what is told of the tokens beside their ids; it alone needs grammars.
 
         Raises:
             ProtocolError: it asks for what this model or this worker does not have.
-            ConfigurationError: kernel_block_size does not divide block_size.
+            ConfigurationError: kernel_block_size does not divide block_size, or the backend knows one rank alone.
         """
         if configure.num_draft_tokens > num_draft_tokens:
             raise ProtocolError(
                 f"the engine counts on {configure.num_draft_tokens} draft tokens, and this worker proposes "
                 f"{num_draft_tokens}; give both the same num_draft_tokens."
             )
-        self._rows = Rows(configure, kernel_block_size)
-        bind_kv_caches(model, configure, backend, draft_model)
+        self._rows = Rows(configure, kernel_block_size, ranks.context_parallel)
+        bind_kv_caches(model, configure, backend, draft_model, ranks)
         if kernel_block_size is not None:
             _split_blocks(attentions_of(model, draft_model), kernel_block_size)
-        self.configure, self._backend = configure, backend
+        self.configure, self._backend, self._ranks = configure, backend, ranks
         self.last_step, self.marks = configure.last_step, (0, 0, 0)
-        self._execution = execution_of(model, configure, backend)
+        self._execution = execution_of(model, configure, backend, ranks)
         self.graphs = self._execution.graphs
-        self._sampling = SamplingRows(configure.max_num_seqs, model.vocab_size, eos_token_ids, grammars)
+        self._sampling = SamplingRows(
+            configure.max_num_seqs, model.vocab_size, eos_token_ids, grammars, draws=ranks.rank == 0
+        )
         self._told_prompts = ToldPrompts(self._rows, self._execution.logits)
         self._drafts = self._draft_source(draft_model) if configure.num_draft_tokens else None
         with torch.inference_mode():
@@ -111,7 +117,7 @@ class Runner:
     def _draft_source(self, draft_model: Model | None) -> DraftSource:
         if draft_model is None:
             return PromptLookup(self._rows)
-        return DraftModel(draft_model, self.configure, self._rows, self._sampling, self._backend)
+        return DraftModel(draft_model, self.configure, self._rows, self._sampling, self._backend, self._ranks)
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult:

@@ -25,11 +25,14 @@ class SamplingRows:
         vocab_size: int,
         eos_token_ids: Sequence[int] = (),
         grammars: Grammars | None = None,
+        *,
+        draws: bool = True,
     ) -> None:
         """
         Args:
             eos_token_ids: what ends the model's texts; ids that its logits do not reach end none.
             grammars: what holds rows to structured outputs; None = no row may ask for one.
+            draws: False = another rank chooses the tokens, and what changes logits is not kept here.
         """
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(token_id for token_id in eos_token_ids if token_id < vocab_size)
@@ -39,7 +42,7 @@ class SamplingRows:
         self._top_p = np.ones(max_num_seqs)
         self._min_p = np.zeros(max_num_seqs)
         self._num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
-        self._grammars = grammars
+        self._grammars, self._draws = grammars, draws
         self._demands: dict[int, _RowDemands] = {}
 
     def apply(self, plan: StepPlan) -> None:
@@ -86,7 +89,7 @@ class SamplingRows:
         self._top_p[row] = params.top_p
         self._min_p[row] = params.min_p
         self._num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
-        if _changes_logits(params):
+        if self._draws and _changes_logits(params):
             self._demands[row] = _RowDemands(admission, self._eos_token_ids, self._grammar(admission))
 
     def _grammar(self, admission: Admission) -> RowGrammar | None:

@@ -1,32 +1,24 @@
 """The worker: attaches to the engine, again and again, and answers its plans. Knows not what a step does."""
 
 import logging
-import secrets
 import time
+from collections.abc import Callable
 
 import grpc
 
-from blockplane.data_plane.backends.backend import Backend
-from blockplane.data_plane.backends.cpu import CPU
-from blockplane.data_plane.configure_check import check_configure
 from blockplane.data_plane.engine_stream import LEAVING, EngineStream
-from blockplane.data_plane.grammars import Grammars
-from blockplane.data_plane.kept_runner import KeptRunner
-from blockplane.data_plane.kv_cache import layer_kv_specs, num_kv_bytes
 from blockplane.data_plane.metrics import worker_metrics
-from blockplane.data_plane.models.interface import Model
 from blockplane.data_plane.pace import Pace
-from blockplane.data_plane.record import Record
-from blockplane.data_plane.reloading import WeightSource
+from blockplane.data_plane.place import Place
 from blockplane.data_plane.runner import Runner
-from blockplane.protos import wire
+from blockplane.data_plane.served_model import ServedModel, expect
+from blockplane.data_plane.transfers.fetches import Fetches
+from blockplane.data_plane.transfers.transfers import Transfers
 from blockplane.protos.access import Access
 from blockplane.protos.channel import PEER_OPTIONS, RECONNECT_SECONDS
 from blockplane.protos.error_details import error_of_call
-from blockplane.protos.errors import BlockplaneError, ProtocolError
+from blockplane.protos.errors import ProtocolError, RanksError, UnavailableError
 from blockplane.protos.metric_families import MetricFamilies
-from blockplane.protos.model import ModelInfo
-from blockplane.protos.step_times import StepTimes
 from blockplane.v1 import engine_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -36,49 +28,42 @@ _PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusC
 _PLAIN = Access()
 _FAULT_SECONDS = 5.0
 """How long the engine gets to hear why a worker gives up a stream."""
+_CLOSED = "the engine closed the stream"
+
+
+def _nothing() -> str:
+    return ""
 
 
 class Worker:
-    """A loaded model that serves whichever engine it is attached to.
+    """Serves whichever engine it is attached to, alone or as one rank of a group.
 
     Attributes:
-        boot_id: 64 random bits, of this process: as long as they are the same its KV may still be there.
+        boot_id: its process's, as `Place` has it.
         pace: how long its steps took.
     """
 
     def __init__(
         self,
-        model: Model,
-        info: ModelInfo,
-        available_memory: int,
-        num_draft_tokens: int = 0,
-        draft_model: Model | None = None,
-        record: Record | None = None,
-        grammars: Grammars | None = None,
-        backend: Backend = CPU,
+        place: Place,
+        transfers: Transfers | None = None,
+        *,
         serves: bool = True,
-        weights: WeightSource | None = None,
+        log_tail: Callable[[], str] = _nothing,
     ) -> None:
         """
         Args:
-            available_memory: bytes that it gives to KV, its draft model's too.
-            num_draft_tokens, draft_model, grammars: as `Runner` has them; the draft model's vocabulary is the model's.
-            record: where its plans and results go; None = nowhere.
-            backend: where the models' weights lie.
+            place: what it serves, and with whom.
+            transfers: its part in moving KV blocks; None = it reads others' by gRPC, and lets nobody read its own.
             serves: False = it leaves once it has built what the engine configures.
-            weights: whence the model can get others; None = it keeps those that it has.
+            log_tail: the last lines of this process's log, for the engine to show if it cannot load or build.
         """
-        self.boot_id = secrets.randbits(64)
+        self.boot_id = place.boot_id
         self.pace = Pace()
-        self._model, self._draft_model = model, draft_model
-        self._info = info
-        self._available_memory = available_memory
-        self._backend, self._serves, self._weights = backend, serves, weights
-        self._kept = KeptRunner(model, info, num_draft_tokens, draft_model, grammars, backend)
-        self._enforces_structure = grammars is not None
-        self._record = record
+        self._place, self._transfers = place, transfers or Transfers()
+        self._serves, self._log_tail = serves, log_tail
         self._attached: EngineStream | None = None
-        self._is_leaving = False
+        self._is_leaving = self._has_served = False
 
     def serve(self, engine_address: str, access: Access = _PLAIN) -> None:
         """Attach, compute until the stream ends, attach again, until told to leave.
@@ -86,7 +71,7 @@ class Worker:
         Raises:
             ConfigurationError: what `access` names cannot be read.
             BlockplaneError: the engine refuses this worker for good; the message is the engine's. Or it only builds,
-                and cannot build what the engine asks for.
+                and cannot build what the engine asks for. Or it is a rank, and its part of the model cannot be loaded.
         """
         last_reason = None
         while True:
@@ -111,6 +96,10 @@ class Worker:
         self._attached.send(LEAVING)
         return True
 
+    def told_to_end(self) -> None:
+        """A signal has come, though its handler may not run: a main thread that waits for other ranks runs none."""
+        self._place.told_to_end()
+
     @property
     def is_attached(self) -> bool:
         """Whether it computes what an engine plans; any thread may ask."""
@@ -118,124 +107,109 @@ class Worker:
 
     def metrics(self) -> MetricFamilies:
         """What Prometheus is told; any thread may ask."""
-        return worker_metrics(self._info.name, self.pace, self._kept.buckets.counts(), is_attached=self.is_attached)
+        model = self._place.model
+        if model is None:
+            return MetricFamilies()
+        name, buckets = model.info.name, model.kept.buckets.counts()
+        families = worker_metrics(name, self.pace, buckets, is_attached=self.is_attached)
+        self._transfers.counts.tell(families, {"model_name": name})
+        return families
 
     def _attach(self, engine_address: str, access: Access) -> str:
-        """One attach, from hello to the stream's end, the reason of which it returns."""
-        num_steps = self.pace.num_steps
+        """One attach, from its first message to the stream's end, the reason of which it returns."""
+        num_steps, fetches = self.pace.num_steps, self._transfers.attach()
         with access.channel(engine_address, PEER_OPTIONS) as channel:
-            stream = EngineStream(channel, self._hello(), access.metadata(engine_address))
+            first = self._place.first_message(self._hello)
+            stream = EngineStream(channel, first, access.metadata(engine_address), fetches.take)
             try:
-                self._serve_attached(stream)
+                self._serve_attached(stream, fetches)
+                return _CLOSED
             except grpc.RpcError as error:
-                # Whoever has computed for this engine is no stranger to it: what went wrong is this stream's.
-                is_passing = error.code() in _PASSING or (
-                    error.code() is grpc.StatusCode.INTERNAL and self.pace.num_steps > num_steps
-                )
-                if not is_passing and not self._is_leaving:
-                    raise error_of_call(error) from None
-                return error.details() or error.code().name
+                return self._told(error, num_steps)
+            except UnavailableError as error:
+                # Where another rank is at fault the engine knows more of it.
+                told = stream.end_with(_fault(str(error)), _FAULT_SECONDS)
+                return str(error) if told is None else self._told(told, num_steps)
             except ProtocolError as error:
-                stream.end_with(pb.AttachWorkerRequest(fault=pb.Fault(message=str(error))), _FAULT_SECONDS)
-                if not self._serves:
+                stream.end_with(_fault(str(error), self._log_of_build()), _FAULT_SECONDS)
+                if not self._serves or (self._place.has_peers and not self._has_served):
                     raise
                 return str(error)
+            except Exception as error:
+                if self._attached is None:
+                    stream.end_with(_fault(str(error) or repr(error), self._log_of_build()), _FAULT_SECONDS)
+                raise
             finally:
                 self._attached = None
+                self._transfers.end(fetches)
+                self._place.leave()
                 stream.close()
-        return "the engine closed the stream"
 
-    def _serve_attached(self, stream: EngineStream) -> None:
-        """Ready to the configuration, a result to each plan, in order, however many plans are there already.
+    def _told(self, error: grpc.RpcError, num_steps: int) -> str:
+        """What the engine ended a stream with, that had begun after so many steps, if it may be tried again.
+
+        Raises:
+            BlockplaneError: it may not.
+        """
+        # Whoever has computed for this engine is no stranger to it: what went wrong is this stream's.
+        is_passing = error.code() in _PASSING or (
+            error.code() is grpc.StatusCode.INTERNAL and self.pace.num_steps > num_steps
+        )
+        if not is_passing and not self._is_leaving:
+            failure = error_of_call(error)
+            if not (self._has_served and isinstance(failure, RanksError)):
+                raise failure from None
+        return error.details() or error.code().name
+
+    def _serve_attached(self, stream: EngineStream, fetches: Fetches) -> None:
+        """Ready to the configuration, an answer to each message, in order, however many are there already.
 
         Raises:
             ProtocolError: the engine asks for what cannot be done.
+            UnavailableError: other ranks of the group are gone.
         """
-        messages = iter(stream)
-        first, _ = next(messages, (None, 0))
-        if first is None:
+        model = self._place.enter(stream, self._hello)
+        received = None if model is None else next(iter(stream), None)
+        if model is None or received is None:
             return
-        _expect(first, "configure")
-        stream.set_heartbeat(first.configure.heartbeat_milliseconds)
-        runner = self._configure(first.configure)
+        expect(received[0], "configure")
+        stream.set_heartbeat(received[0].configure.heartbeat_milliseconds)
+        runner = model.configure(received[0].configure)
         if not self._serves:
             self._is_leaving = True
             return
+        self._transfers.begin(fetches, model.blocks())
         stream.send(pb.AttachWorkerRequest(ready=_ready(runner)))
-        self._attached = stream
+        self._attached, self._has_served = stream, True
         logger.info("attached, with %d KV blocks", runner.configure.num_blocks)
+        self._answer(model, stream)
+
+    def _answer(self, model: ServedModel, stream: EngineStream) -> None:
         self.pace.begin_attach()
-        for message, received in messages:
-            if self._weights is not None and message.HasField("reload"):
-                stream.send(pb.AttachWorkerRequest(reloaded=self._reload(self._weights, message.reload.model)))
-                continue
-            with self.pace.step():
-                _expect(message, "plan")
-                stream.send(pb.AttachWorkerRequest(result=self._step(runner, message.plan, received)))
+        answers = self._place.answers
+        for message, at, _ in self._place.messages(stream):
+            if message.HasField("plan"):
+                with self.pace.step():
+                    answer = model.answer(message, at)
+            else:
+                answer = model.answer(message, at)
+            if answers:
+                stream.send(answer)
 
-    def _step(self, runner: Runner, plan: pb.StepPlan, received: int) -> pb.StepResult:
-        """`received`: when the plan came, nanoseconds of `time.monotonic_ns`."""
-        began = time.monotonic_ns()
-        if self._record is not None:
-            self._record.plan(plan)
-        result = wire.result_to_proto(runner.step(wire.plan_from_proto(plan)))
-        if self._record is not None:
-            # Without times: two records of the same work are the same.
-            self._record.result(result)
-        times = StepTimes.of(received, began, *runner.marks, time.monotonic_ns())
-        if times is not None:
-            result.times = times.to_bytes()
-        return result
+    def _log_of_build(self) -> str:
+        """The end of the log, where what went wrong is this process's own: what it could not load or build."""
+        return (self._log_tail() or "it has logged nothing") if self._attached is None else ""
 
-    def _reload(self, weights: WeightSource, model: str) -> pb.WeightsReloaded:
-        """Read other weights; whatever is wrong with them, those that are there stay and serve on."""
-        logger.info("reading weights anew%s", model and f", from {model}")
-        try:
-            write = weights.read(model)
-        except Exception as error:
-            logger.error("the weights stay as they are: %s", error, exc_info=not isinstance(error, BlockplaneError))
-            sentence = str(error) if isinstance(error, BlockplaneError) else f"reading them failed: {error!r}."
-            return pb.WeightsReloaded(model_fingerprint=self._kept.fingerprint, failure=sentence)
-        write()
-        self._kept.renew_weights()
-        if self._record is not None:
-            self._record.reload(model, self._kept.fingerprint)
-        logger.info("the weights are new, fingerprint %s", self._kept.fingerprint.hex()[:16])
-        return pb.WeightsReloaded(model_fingerprint=self._kept.fingerprint)
-
-    def _configure(self, told: pb.Configure) -> Runner:
-        configure = wire.configure_from_proto(told)
-        kv_bytes = num_kv_bytes(configure, self._model, self._draft_model)
-        check_configure(configure, self._info.max_model_len, kv_bytes, self._available_memory)
-        runner = self._kept.configured(configure)
-        if self._record is not None:
-            self._record.attach(self._kept.fingerprint, told)
-        return runner
-
-    def _hello(self) -> pb.WorkerHello:
-        runner = self._kept.runner
-        return pb.WorkerHello(
-            protocol_version=wire.PROTOCOL_VERSION,
-            model=wire.model_info_to_proto(self._info),
-            layers=[wire.layer_to_proto(spec) for spec in layer_kv_specs(self._model, self._draft_model)],
-            available_memory=self._available_memory,
-            bucket_rules=wire.bucket_rules_to_proto(self._backend.bucket_rules),
-            model_fingerprint=self._kept.fingerprint,
-            boot_id=self.boot_id,
-            last_epoch=0 if runner is None else runner.configure.epoch,
-            last_step=0 if runner is None else runner.last_step,
-            enforces_structure=self._enforces_structure,
-            reloads_weights=self._weights is not None,
-            weight_epoch=self._kept.weight_epoch,
-        )
+    def _hello(self, model: ServedModel) -> pb.WorkerHello:
+        hello = model.hello()
+        hello.boot_id = self.boot_id
+        hello.role, hello.transfer_address = self._transfers.role, self._transfers.address
+        hello.transports.extend(self._transfers.transports)
+        return hello
 
 
-def _expect(message: pb.AttachWorkerResponse, kind: str) -> None:
-    if message.WhichOneof("message") != kind:
-        raise ProtocolError(
-            f"expected a {kind} from the engine, got {message.WhichOneof('message')}; run the same version of"
-            " Blockplane on both."
-        )
+def _fault(message: str, log: str = "") -> pb.AttachWorkerRequest:
+    return pb.AttachWorkerRequest(fault=pb.Fault(message=message, log=log))
 
 
 def _ready(runner: Runner) -> pb.WorkerReady:

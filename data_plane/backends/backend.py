@@ -14,16 +14,27 @@ Compute = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
+class PartialKernels:
+    """A device's twins of `kernels.context_parallel`, whose names and signatures they have."""
+
+    decode_attention: Callable[..., tuple[Tensor, Tensor]]
+    segmented_attention: Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
 class Kernels:
     """A device's twins of `kernels.reference`, whose names and signatures they have.
 
     `write_kv` gives the caches to read from then on. Where it writes in place they are the very tensors; a compiler
     must see that what attends comes after it.
+
+    `partial` attends to the positions that one of several ranks keeps; None = the device has no such kernels.
     """
 
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     decode_attention: Callable[..., Tensor]
     segmented_attention: Callable[..., Tensor]
+    partial: PartialKernels | None = None
 
 
 def token_major(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:

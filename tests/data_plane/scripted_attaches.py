@@ -4,10 +4,15 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 import numpy as np
 
+from blockplane.data_plane.place import Single
+from blockplane.data_plane.runner import Runner
+from blockplane.data_plane.served_model import ServedModel
+from blockplane.data_plane.worker import Worker
 from blockplane.protos import wire
 from blockplane.protos.plan import Admission, Configure, StepPlan, StepResult
 from blockplane.protos.sampling import SamplingParams
@@ -42,20 +47,23 @@ def decode(step: int) -> StepPlan:
 
 
 class Attach:
-    """One attach as the engine sees it: messages by kind, heartbeats counted and left out."""
+    """One attach as the engine sees it: messages by kind, heartbeats counted and left out; `hello` came before."""
+
+    hello: pb.WorkerHello
 
     def __init__(self, requests: Iterator[pb.AttachWorkerRequest], context: grpc.ServicerContext) -> None:
         self.context = context
         self.num_heartbeats = 0
         self._requests = requests
 
-    def next(self, kind: str) -> pb.AttachWorkerRequest:
+    def next(self, *kinds: str) -> pb.AttachWorkerRequest:
+        """The next message, which is of one of these."""
         for message in self._requests:
             if message.WhichOneof("message") != "heartbeat":
-                assert message.WhichOneof("message") == kind, message
+                assert message.WhichOneof("message") in kinds, message
                 return message
             self.num_heartbeats += 1
-        raise AssertionError(f"the stream ended before a {kind}")
+        raise AssertionError(f"the stream ended before a {' or '.join(kinds)}")
 
     def result(self) -> StepResult:
         return wire.result_from_proto(self.next("result").result)
@@ -93,7 +101,8 @@ class ScriptedEngine(EngineServicer):
         self, requests: Iterator[pb.AttachWorkerRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.AttachWorkerResponse]:
         attach = Attach(requests, context)
-        self.hellos.append(attach.next("hello").hello)
+        attach.hello = attach.next("hello").hello
+        self.hellos.append(attach.hello)
         self.attaches.append(attach)
         if not self._scripts:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "that was all.")
@@ -105,9 +114,9 @@ class ScriptedEngine(EngineServicer):
 
 
 @contextmanager
-def listening(engine: EngineServicer) -> Iterator[str]:
-    """Serve the engine; gives its address."""
-    server = grpc.server(ThreadPoolExecutor(2))
+def listening(engine: EngineServicer, num_streams: int = 2) -> Iterator[str]:
+    """Serve the engine, to so many streams at once; gives its address."""
+    server = grpc.server(ThreadPoolExecutor(num_streams))
     add_EngineServicer_to_server(engine, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -115,6 +124,19 @@ def listening(engine: EngineServicer) -> Iterator[str]:
         yield f"127.0.0.1:{port}"
     finally:
         server.stop(None).wait()
+
+
+def lone_worker(*model: Any, serves: bool = True, **options: Any) -> Worker:
+    """A worker that is a group by itself; the rest is what `ServedModel` takes."""
+    return Worker(Single(ServedModel(*model, **options)), serves=serves)
+
+
+def runner_of(worker: Worker) -> Runner:
+    """What it has built."""
+    model = worker._place.model
+    assert model is not None
+    assert model.kept.runner is not None
+    return model.kept.runner
 
 
 class Told(threading.Event):

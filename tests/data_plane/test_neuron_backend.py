@@ -170,7 +170,8 @@ def test_kv_gets_what_graphs_leave_and_three_tenths_at_most(
 def test_a_worker_offers_what_its_device_can_spare_if_told_no_number() -> None:
     settings = load_config({"model": "synthetic", "kv_cache_bytes": "0"}, {})
     worker = loaded_worker(settings, replace(CPU, available_memory=lambda: 12345))
-    assert worker._hello().available_memory == 12345
+    assert worker._place.model is not None
+    assert worker._place.model.hello().available_memory == 12345
     with pytest.raises(ConfigurationError, match=r"^kv_cache_bytes is 0, and the device cpu does not tell .*\.$"):
         loaded_worker(settings, CPU)
 

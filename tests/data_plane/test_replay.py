@@ -18,6 +18,7 @@ from scripted_attaches import (
     column,
     decode,
     listening,
+    lone_worker,
     plan,
     prefill,
 )
@@ -26,7 +27,6 @@ from blockplane.data_plane.grammars import Grammars
 from blockplane.data_plane.models.synthetic import SyntheticModel, synthetic_model_info
 from blockplane.data_plane.record import Record, read_record
 from blockplane.data_plane.replay import Replay
-from blockplane.data_plane.worker import Worker
 from blockplane.protos.errors import ConfigurationError, ReplayError
 from blockplane.protos.plan import Admission, StepPlan
 from blockplane.protos.sampling import SamplingParams
@@ -79,7 +79,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> str:
         bad,
     )
     record = Record(path)
-    worker = Worker(make_model(), synthetic_model_info(64), 1 << 20, num_draft_tokens=2, record=record)
+    worker = lone_worker(make_model(), synthetic_model_info(64), 1 << 20, num_draft_tokens=2, record=record)
     with listening(engine) as address, pytest.raises(ConfigurationError, match="that was all"):
         worker.serve(address)
     record.close()
@@ -134,7 +134,7 @@ def test_a_record_of_structured_output_replays_bit_for_bit_and_where_none_is_kno
     plans = prefill(1, REPEATING, params=echo), decode(2), drafted, joining, StepPlan(5, decode_rows=column(0, 1))
     engine = ScriptedEngine(steps(*plans, epoch=1, num_draft_tokens=2))
     info, record = synthetic_model_info(64), Record(path)
-    worker = Worker(make_model(), info, 1 << 20, num_draft_tokens=2, record=record, grammars=Grammars(info, 1))
+    worker = lone_worker(make_model(), info, 1 << 20, num_draft_tokens=2, record=record, grammars=Grammars(info, 1))
     with listening(engine) as address, pytest.raises(ConfigurationError, match="that was all"):
         worker.serve(address)
     record.close()

@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import numpy as np
 import pytest
+from scripted_attaches import lone_worker
 from synthetic_oracle import continue_greedily
 
 from blockplane.data_plane.models.synthetic import SyntheticModel, synthetic_model_info
 from blockplane.data_plane.models.synthetic_arithmetic import EOS_TOKEN_ID
-from blockplane.data_plane.worker import Worker
 from blockplane.protos import wire
 from blockplane.protos.errors import ConfigurationError
 from blockplane.protos.plan import Admission, Configure, StepPlan
@@ -49,7 +49,7 @@ def serve(engine: HastyEngine) -> None:
     server.start()
     try:
         with pytest.raises(ConfigurationError, match=r"that was all\."):
-            Worker(SyntheticModel("float32"), synthetic_model_info(64), 1 << 20).serve(f"127.0.0.1:{port}")
+            lone_worker(SyntheticModel("float32"), synthetic_model_info(64), 1 << 20).serve(f"127.0.0.1:{port}")
     finally:
         server.stop(None).wait()
 

@@ -19,8 +19,10 @@ from scripted_attaches import (
     column,
     decode,
     listening,
+    lone_worker,
     plan,
     prefill,
+    runner_of,
 )
 from synthetic_oracle import continue_greedily
 
@@ -48,7 +50,7 @@ def make_model(step_seconds: float) -> SyntheticModel:
 
 
 def make_worker(step_seconds: float = 0.0) -> Worker:
-    return Worker(make_model(step_seconds), synthetic_model_info(64), 1 << 20)
+    return lone_worker(make_model(step_seconds), synthetic_model_info(64), 1 << 20)
 
 
 def run(*scripts: Script, worker: Worker | None = None) -> tuple[ScriptedEngine, Worker]:
@@ -107,12 +109,11 @@ def test_a_builder_builds_what_it_is_told_and_leaves_without_being_ready() -> No
         assert next(attach._requests, None) is None
 
     engine = ScriptedEngine(script)
-    builder = Worker(make_model(0.0), synthetic_model_info(64), 1 << 20, serves=False)
+    builder = lone_worker(make_model(0.0), synthetic_model_info(64), 1 << 20, serves=False)
     with listening(engine) as address:
         builder.serve(address)
     assert engine.errors == []
-    assert builder._kept.runner is not None
-    assert builder._kept.runner.graphs.num_builds == 2
+    assert runner_of(builder).graphs.num_builds == 2
 
 
 def test_a_builder_that_cannot_build_what_it_is_told_fails() -> None:
@@ -121,7 +122,7 @@ def test_a_builder_that_cannot_build_what_it_is_told_fails() -> None:
         attach.next("fault")
 
     engine = ScriptedEngine(script)
-    builder = Worker(make_model(0.0), synthetic_model_info(64), 1 << 20, serves=False)
+    builder = lone_worker(make_model(0.0), synthetic_model_info(64), 1 << 20, serves=False)
     with listening(engine) as address, pytest.raises(ProtocolError, match="1 blocks, and block 0 is never used"):
         builder.serve(address)
 
@@ -152,8 +153,7 @@ def test_kv_outlives_the_stream_and_steps_are_numbered_on() -> None:
 
     engine, worker = run(two_steps_then_lost, goes_on)
     assert (engine.hellos[2].last_epoch, engine.hellos[2].last_step) == (12, 8)
-    assert worker._kept.runner is not None
-    assert worker._kept.runner.graphs.num_builds == 2
+    assert runner_of(worker).graphs.num_builds == 2
 
 
 def test_rows_start_anew_whether_kv_is_kept_or_not() -> None:
@@ -198,14 +198,14 @@ def test_drafts_start_anew_and_no_graph_is_built_again(draft_model: SyntheticMod
 
         return script
 
-    worker = Worker(make_model(0.0), synthetic_model_info(64), 1 << 20, num_draft_tokens=2, draft_model=draft_model)
+    worker = lone_worker(
+        make_model(0.0), synthetic_model_info(64), 1 << 20, num_draft_tokens=2, draft_model=draft_model
+    )
     run(drafts([*PROMPT, *PROMPT]), worker=worker)
-    assert worker._kept.runner is not None
-    drafts_of_the_first = worker._kept.runner._drafts
+    drafts_of_the_first = runner_of(worker)._drafts
     run(drafts([31, 32]), drafts([*PROMPT, *PROMPT]), worker=worker)
-    assert worker._kept.runner is not None
-    assert worker._kept.runner._drafts is drafts_of_the_first
-    assert worker._kept.runner.graphs.num_builds == 2
+    assert runner_of(worker)._drafts is drafts_of_the_first
+    assert runner_of(worker).graphs.num_builds == 2
 
 
 def test_another_configuration_is_built_anew() -> None:
@@ -216,9 +216,8 @@ def test_another_configuration_is_built_anew() -> None:
         attach.lose()
 
     _, worker = run(two_steps_then_lost, other)
-    assert worker._kept.runner is not None
-    assert worker._kept.runner.graphs.num_builds == 3
-    assert {cache.shape[0] for layer in worker._model.attentions for cache in layer.caches or ()} == {9}
+    assert runner_of(worker).graphs.num_builds == 3
+    assert {cache.shape[0] for cache in worker._place.model.blocks().caches} == {9}
 
 
 def told_a_fault(match: str, *plans: StepPlan, **changes: object) -> Script:
@@ -255,6 +254,8 @@ def test_kv_that_is_not_there_cannot_be_kept(changes: dict[str, int]) -> None:
         {"num_seqs_buckets": (2, 1)},
         {"kv_cache_groups": ()},
         {"prefill_multiple_of": 0},
+        {"context_parallel_size": 2},
+        {"context_parallel_size": 3},
         {"num_draft_tokens": 3},
     ],
 )
@@ -280,8 +281,7 @@ def test_a_bad_plan_is_told_and_the_worker_attaches_anew_with_all_that_it_built(
     fault = told_a_fault("releases a row that is not occupied", prefill(1), decode(2), bad)
     engine, worker = run(fault, two_steps_then_lost)
     assert (engine.hellos[1].last_epoch, engine.hellos[1].last_step) == (0, 2)
-    assert worker._kept.runner is not None
-    assert worker._kept.runner.graphs.num_builds == 2
+    assert runner_of(worker).graphs.num_builds == 2
 
 
 def test_a_fault_is_told_behind_all_results_though_the_plans_come_at_once() -> None:

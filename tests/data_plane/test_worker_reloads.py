@@ -15,6 +15,7 @@ from scripted_attaches import (
     column,
     decode,
     listening,
+    lone_worker,
     plan,
     prefill,
 )
@@ -24,7 +25,6 @@ from blockplane.data_plane.models.synthetic import SyntheticModel, synthetic_mod
 from blockplane.data_plane.record import Record, read_record
 from blockplane.data_plane.reloading import WeightSource
 from blockplane.data_plane.replay import Replay
-from blockplane.data_plane.worker import Worker
 from blockplane.protos.config import load_config
 from blockplane.protos.errors import ConfigurationError
 from blockplane.v1 import engine_pb2 as pb
@@ -59,7 +59,7 @@ def model_and_weights() -> tuple[SyntheticModel, SlowSource]:
 def run(*scripts: Script, record: Record | None = None, fault: str = "", seconds: float = 0.0) -> ScriptedEngine:
     model, weights = model_and_weights()
     weights.fault, weights.seconds = fault, seconds
-    engine, worker = ScriptedEngine(*scripts), Worker(model, INFO, 1 << 20, record=record, weights=weights)
+    engine, worker = ScriptedEngine(*scripts), lone_worker(model, INFO, 1 << 20, record=record, weights=weights)
     with listening(engine) as address, pytest.raises(ConfigurationError, match="that was all"):
         worker.serve(address)
     assert engine.errors == []
@@ -140,7 +140,7 @@ def test_a_worker_without_a_source_says_that_it_cannot_and_takes_a_reload_for_a_
         yield reload("")
         assert "expected a plan from the engine, got reload" in attach.next("fault").fault.message
 
-    engine, worker = ScriptedEngine(script), Worker(model_and_weights()[0], INFO, 1 << 20)
+    engine, worker = ScriptedEngine(script), lone_worker(model_and_weights()[0], INFO, 1 << 20)
     with listening(engine) as address, pytest.raises(ConfigurationError, match="that was all"):
         worker.serve(address)
     assert not engine.hellos[0].reloads_weights

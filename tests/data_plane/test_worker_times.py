@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 from drafting import SETTINGS, target
 from planes_in_process import Planes
-from scripted_attaches import Attach, ScriptedEngine, decode, listening, plan, prefill
+from scripted_attaches import Attach, ScriptedEngine, decode, listening, lone_worker, plan, prefill
 from test_fused_sampling import FUSED
 
 from blockplane.data_plane.backends.backend import Backend
 from blockplane.data_plane.backends.cpu import CPU
 from blockplane.data_plane.models.synthetic import SyntheticModel, synthetic_model_info
 from blockplane.data_plane.record import Record, read_record
-from blockplane.data_plane.worker import Worker
 from blockplane.protos.errors import ConfigurationError
 from blockplane.protos.sampling import SamplingParams
 from blockplane.protos.step_times import StepTimes
@@ -36,7 +35,7 @@ def run(record: Record | None = None) -> list[StepTimes | None]:
 
     engine = ScriptedEngine(three_steps)
     model = SyntheticModel("float32", step_seconds=STEP_SECONDS)
-    worker = Worker(model, synthetic_model_info(64), 1 << 20, record=record)
+    worker = lone_worker(model, synthetic_model_info(64), 1 << 20, record=record)
     with listening(engine) as address, pytest.raises(ConfigurationError, match="that was all"):
         worker.serve(address)
     assert engine.errors == []
