@@ -70,7 +70,7 @@ def _worker_to_proto(group: WorkerGroup) -> pb.Worker:
         group=group.number,
         state=group.condition,
         peer=group.peer,
-        boot_id=hello.boot_id,
+        boot_id=group.ranks[0].boot_id,
         protocol_version=hello.protocol_version,
         model=hello.model.name,
         model_fingerprint=hello.model_fingerprint,
@@ -79,4 +79,11 @@ def _worker_to_proto(group: WorkerGroup) -> pb.Worker:
         num_blocks=configure.num_blocks,
         block_size=configure.block_size,
         statistics=statistics,
+        name=group.name,
+        ranks=_ranks_to_proto(group) if group.name else (),
+        role=hello.role,
     )
+
+
+def _ranks_to_proto(group: WorkerGroup) -> list[pb.Rank]:
+    return [pb.Rank(rank=rank.number, peer=rank.peer, boot_id=rank.boot_id) for rank in group.ranks]

@@ -158,6 +158,8 @@ class Answers:
         """Let go of what the next segments, or the decodes behind them, see no more."""
         held = [segment for segment in segments if segment.request.row is not None]
         at, stops = np.array([(segment.row, segment.stop) for segment in held], np.int64).reshape(-1, 2).T
+        # Whoever takes a request over begins behind its last whole block, and sees from there.
+        stops = np.where(self._rows.stands[at], stops - stops % self._blocks.block_size, stops)
         self._blocks.give_up_unseen(at, stops)
 
     # -- requests that lost their rows meanwhile -----------------------------------------------------------------------

@@ -18,6 +18,8 @@ from blockplane.control_plane.engine.kv_events import KVWatcher
 from blockplane.control_plane.engine.metrics import engine_metrics
 from blockplane.control_plane.engine.outbox import Outbox
 from blockplane.control_plane.engine.placement import Placement
+from blockplane.control_plane.engine.rank import Rank
+from blockplane.control_plane.engine.rank_meeting import RankMeetings
 from blockplane.control_plane.engine.reloads import Reloads
 from blockplane.control_plane.engine.request import Request
 from blockplane.control_plane.engine.resumptions import Resumptions
@@ -47,6 +49,7 @@ class Engine:
     """Accepts requests from frontends, has worker groups compute them, hands tokens back. All in one event loop.
 
     Attributes:
+        meetings: where workers come in, and their ranks wait for each other.
         drains, reloads: what operators have done to worker groups.
     """
 
@@ -61,7 +64,15 @@ class Engine:
         """The same by owner and stream."""
         self._deadlines = Deadlines(clock, self._overdue)
         self._groups = Groups(config, clock)
-        self._placement = Placement(self._groups, config.max_queue_seconds, self._fail)
+        self._placement = Placement(
+            self._groups,
+            config.max_queue_seconds,
+            self._fail,
+            config.max_imbalance_percent,
+            clock=clock,
+            transfer_seconds=config.transfer_seconds,
+        )
+        self.meetings = RankMeetings(config, clock, self.detach_worker)
         self.drains = Drains(self._groups, self._placement, self._announce)
         self.reloads = Reloads(self._groups, self._placement, self._announce, config.drain_seconds)
         self._announced: ModelInfo | None = None
@@ -149,8 +160,8 @@ class Engine:
 
     # -- worker groups -------------------------------------------------------------------------------------------------
 
-    def attach_worker(self, hello: Hello) -> WorkerGroup:
-        """Answer a worker's hello with a group of its own.
+    def attach_worker(self, hello: Hello, ranks: tuple[Rank, ...] = (), name: str = "") -> WorkerGroup:
+        """Answer a worker's hello with a group of its own; `ranks` and `name` as `Groups.attach` has them.
 
         Raises:
             ConfigurationError: the settings do not fit the worker, or others that are attached have another model.
@@ -158,7 +169,7 @@ class Engine:
         if (before := self._groups.of_boot(hello.boot_id)) is not None:
             # Its stream broke, and only one side has noticed yet.
             self.detach_worker(before)
-        group = self._groups.attach(hello, may_differ=self.reloads.expects(hello))
+        group = self._groups.attach(hello, ranks, name, may_differ=self.reloads.expects(hello))
         self.drains.attached(group)
         return group
 
@@ -193,6 +204,10 @@ class Engine:
         self._settle(outputs, group.steps)
         group.steps.settled(result, group.answered_at)
         self._placement.answered(group, outputs)
+
+    def blocks_fetched(self, group: WorkerGroup, rank: int, transfer_id: int, failure: str) -> None:
+        """A rank of a group has read blocks of another one, or has not, for the reason that `failure` gives."""
+        self._placement.transfers.fetched(group, rank, transfer_id, failure)
 
     def may_go(self, group: WorkerGroup) -> bool:
         """Whether a group that leaves has nothing left to do."""
@@ -292,6 +307,7 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Let no block be found that was cached before. Raises UnavailableError while no worker is attached."""
         self._groups.reset_prefix_caches()
+        self._placement.transfers.distrust()
 
     def groups(self) -> list[WorkerGroup]:
         """Those that are attached, in the order of their numbers."""
@@ -302,12 +318,21 @@ class Engine:
         return self._groups.step_logs()
 
     def statistics(self) -> EngineStatistics:
-        placement = self._placement
-        return replace(self._groups.statistics(), num_held=placement.num_held, num_suspects=placement.num_suspects)
+        placement, transfers = self._placement, self._placement.transfers
+        return replace(
+            self._groups.statistics(),
+            num_held=placement.num_held,
+            num_suspects=placement.num_suspects,
+            num_transfers=transfers.num_transfers,
+            num_failed_transfers=transfers.num_failed_transfers,
+            num_transferred_blocks=transfers.num_transferred_blocks,
+        )
 
     def metrics(self) -> MetricFamilies:
         """What Prometheus is told."""
-        return engine_metrics(self._groups, self.statistics(), self._deliveries, self._journaling)
+        return engine_metrics(
+            self._groups, self.statistics(), self._deliveries, self._journaling, self._placement.transfers
+        )
 
     def _announce(self) -> None:
         """Tell the frontends if what is served has changed."""

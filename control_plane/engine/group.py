@@ -1,12 +1,13 @@
-"""One attached worker: its scheduler, its steps in flight, and its signs of life. Knows no other group, no gRPC."""
+"""One attached worker group: its scheduler, steps in flight, and signs of life. Knows no other group, no gRPC."""
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from blockplane.control_plane.engine.group_counts import GroupCounts
 from blockplane.control_plane.engine.hello import Hello
 from blockplane.control_plane.engine.kv_events import KVEventFeed
+from blockplane.control_plane.engine.live_keys import LiveKeys
+from blockplane.control_plane.engine.rank import Rank
 from blockplane.control_plane.engine.request import Request
 from blockplane.control_plane.engine.scheduler import Scheduler
 from blockplane.control_plane.engine.step import StepOutputs
@@ -16,6 +17,7 @@ from blockplane.protos.errors import ProtocolError, UnavailableError, Unsupporte
 from blockplane.protos.model import ModelInfo
 from blockplane.protos.plan import Configure, StepPlan, StepResult
 from blockplane.protos.statistics import Statistics
+from blockplane.protos.transfer import Fetch
 
 LEAVING, DRAINING, RELOADING = "leaving", "draining", "reloading"
 """Its worker wants to go; an operator wants it empty; its weights are to be read anew."""
@@ -28,12 +30,14 @@ class GroupState:
     Attributes:
         number: the group's, among those that are known.
         hello: what the worker said of itself when it attached.
+        configures: what each rank built, as it was planned; what differs from attach to attach is not in them.
         counts: what is counted where it is not its worker's alone.
         epochs: those of the attaches whose KV the scheduler knows: nothing was computed since the first of them.
     """
 
     number: int
     hello: Hello
+    configures: tuple[Configure, ...]
     scheduler: Scheduler
     feed: KVEventFeed
     counts: GroupCounts
@@ -53,46 +57,62 @@ class GroupState:
 class WorkerGroup:
     """From a worker's attach to its loss. The only one that asks its scheduler for plans and hands it results.
 
+    Of several ranks, rank 0 is the worker that is spoken of here; the others compute along.
+
     Attributes:
+        name: what its ranks call it; empty = it has one, which has no name.
+        ranks: in their order.
         configure: what the worker is to build.
         work: set whenever there may be something to plan or to say; the worker's driver waits for it and clears it.
-        is_ready: it has built what it was told.
+        is_ready: it has built what it was told, every rank of it.
         emptied_for: why it gets no new requests and those that it has are to go: LEAVING, DRAINING, RELOADING.
         may_finish: what has begun there may end there; False = it goes on elsewhere or waits, with whatever weights.
         is_lost: nobody drives it any more.
-        peer: whence its stream comes, as gRPC names peers.
         answered_at: when its last answer came.
+        live_keys, last_turn: of its requests, and when it last got one that shared nothing.
+        num_transfers: of requests whose blocks are read here, or are to stand here; written by `Transfers`.
         reload_failure: why its worker kept its weights when it was last told to read them anew; empty = it did not.
     """
 
     def __init__(
         self,
         hello: Hello,
-        configure: Configure,
+        ranks: tuple[Rank, ...],
         state: GroupState,
         step_clock: StepClock,
         *,
-        timeout_seconds: float,
+        name: str,
         clock: Callable[[], float],
     ) -> None:
-        """`timeout_seconds`: how long the worker may be silent. `clock` counts seconds as the event loop does."""
-        self.hello, self.configure = hello, configure
+        """`ranks` know what they are to build. `clock` counts seconds as the event loop does."""
+        self.hello, self.ranks, self.name = hello, ranks, name
+        configure = ranks[0].configure
+        assert configure is not None
+        self.configure = configure
+        self._configures = state.configures
         self.number, self.scheduler, self.feed = state.number, state.scheduler, state.feed
         self.steps, self._counts = state.steps, state.counts
         self.steps.begin_attach()
-        self.work = asyncio.Event()
+        self.work = ranks[0].work
         self.is_ready = self.is_lost = False
         self.emptied_for: set[str] = set()
+        self.live_keys, self.last_turn = LiveKeys(), 0
+        self.num_transfers = 0
         self.may_finish = True
-        self.peer = self.reload_failure = ""
+        self.reload_failure = ""
         self._reload_from: str | None = None
         """What the worker is to be told."""
         self._is_loading = False
         self._epochs = state.epochs | {configure.epoch}
-        self._step_clock, self._timeout_seconds, self._clock = step_clock, timeout_seconds, clock
-        self._attached_at = self._heard_at = self._check_due = clock()
+        self._step_clock, self._clock = step_clock, clock
+        self._attached_at = clock()
         self.answered_at = self._oldest_since = 0.0
         """When the oldest unanswered step became that."""
+
+    @property
+    def peer(self) -> str:
+        """Whence the worker's stream comes, as gRPC names peers."""
+        return self.ranks[0].peer
 
     @property
     def model(self) -> ModelInfo:
@@ -111,7 +131,7 @@ class WorkerGroup:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is left for its worker to do."""
-        return not self.has_in_flight and not self.scheduler.num_unfinished
+        return not self.has_in_flight and not self.scheduler.num_unfinished and not self.num_transfers
 
     @property
     def condition(self) -> str:
@@ -147,7 +167,16 @@ class WorkerGroup:
 
     @property
     def state(self) -> GroupState:
-        return GroupState(self.number, self.hello, self.scheduler, self.feed, self._counts, self.steps, self._epochs)
+        return GroupState(
+            self.number,
+            self.hello,
+            self._configures,
+            self.scheduler,
+            self.feed,
+            self._counts,
+            self.steps,
+            self._epochs,
+        )
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -195,6 +224,12 @@ class WorkerGroup:
         self.feed.answered(result.step)
         return outputs
 
+    def begin_fetch(self, fetch: Fetch) -> None:
+        """Have each rank's worker told to read its part of some blocks."""
+        for rank in self.ranks:
+            rank.fetches.append(fetch)
+            rank.work.set()
+
     # -- other weights -------------------------------------------------------------------------------------------------
 
     def begin_reload(self, model: str) -> None:
@@ -224,14 +259,10 @@ class WorkerGroup:
         if failure:
             return
         self.hello = replace(self.hello, model_fingerprint=model_fingerprint, weight_epoch=self.hello.weight_epoch + 1)
-        self.scheduler.renew_weights()
+        self.scheduler.renew_weights(model_fingerprint)
         self.feed.release()
 
     # -- signs of life -------------------------------------------------------------------------------------------------
-
-    def heard(self) -> None:
-        """The worker has sent something."""
-        self._heard_at = self._clock()
 
     def check_alive(self) -> float:
         """Returns the seconds after which it is to be asked again.
@@ -239,17 +270,10 @@ class WorkerGroup:
         Raises:
             UnavailableError: the worker has been silent for too long, or takes too long for a step.
         """
-        now = self._clock()
-        if (overslept := now - self._check_due) > self._timeout_seconds / 2:
-            # Who has slept knows nothing of what others did meanwhile.
-            self._heard_at, self._oldest_since = now, self._oldest_since + overslept
-        silence = now - self._heard_at
-        if self.hello.has_epochs and silence >= self._timeout_seconds:
-            raise UnavailableError(f"worker {self.number} gave no sign of life for {silence:.1f} s.")
+        seconds, overslept = self.ranks[0].signs.check(f"worker {self.number}")
+        self._oldest_since += overslept
         if self.has_in_flight:
-            self._check_step(now)
-        seconds = min(self._timeout_seconds / 4, max(0.0, self._timeout_seconds - silence))
-        self._check_due = now + seconds
+            self._check_step(self._clock())
         return seconds
 
     def _check_step(self, now: float) -> None:

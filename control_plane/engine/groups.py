@@ -11,7 +11,10 @@ from blockplane.control_plane.engine.group_counts import GroupCounts
 from blockplane.control_plane.engine.hello import Hello
 from blockplane.control_plane.engine.kv_events import KVEventFeed, KVWatcher
 from blockplane.control_plane.engine.kv_planning import RankKV, plan_kv_cache
+from blockplane.control_plane.engine.prefix_cache import draw_secret
+from blockplane.control_plane.engine.rank import Rank
 from blockplane.control_plane.engine.scheduler import Scheduler
+from blockplane.control_plane.engine.signs_of_life import SignsOfLife
 from blockplane.control_plane.engine.step_clock import StepClock
 from blockplane.control_plane.engine.step_log import StepLog
 from blockplane.control_plane.engine.waiting import WaitingQueue
@@ -38,6 +41,8 @@ class Groups:
         self._feeds: dict[int, KVEventFeed] = {}
         """By number, those of lost groups too until the number is drawn again."""
         self._watchers: set[KVWatcher] = set()
+        self._cache_secret = draw_secret()
+        """Of all prefix caches: a request's keys mean the same in each group."""
         self._counts: dict[tuple[int, str], GroupCounts] = {}
         """By number and model, of lost groups too."""
         self.num_lost_workers = self.num_dropped_results = 0
@@ -55,21 +60,33 @@ class Groups:
         """Those to which requests may come."""
         return [group for group in self if group.may_serve]
 
+    def may_begin(self) -> list[WorkerGroup]:
+        """Those to which new requests may come: they take prompts, unless none of them serves."""
+        serving = self.may_serve()
+        return [group for group in serving if group.hello.takes_prompts] or serving
+
     @property
     def model(self) -> ModelInfo | None:
         """The model that is served; None = no group serves new requests."""
         return next((group.model for group in self if group.may_serve), None)
 
+    def __len__(self) -> int:
+        return len(self._attached)
+
     def of_boot(self, boot_id: int) -> WorkerGroup | None:
-        """The group whose worker's process has that id; 0 is nobody's."""
+        """The group of that process, or of all those processes, as its hello has the id; 0 is nobody's."""
         return next((group for group in self if boot_id and group.hello.boot_id == boot_id), None)
 
     # -- attach and loss -----------------------------------------------------------------------------------------------
 
-    def attach(self, hello: Hello, *, may_differ: bool = False) -> WorkerGroup:
+    def attach(
+        self, hello: Hello, ranks: tuple[Rank, ...] = (), name: str = "", *, may_differ: bool = False
+    ) -> WorkerGroup:
         """A group for a worker, with all that its process had before if it has that still.
 
         Args:
+            ranks: its processes, which are told what to build; none = there is one, whom nobody waits for.
+            name: what they call their group.
             may_differ: its weights may be others than those of all that are here.
 
         Raises:
@@ -78,19 +95,25 @@ class Groups:
         hello.check_same_model([other.hello for other in self], may_differ=may_differ)
         kept = self._away.get(hello.boot_id)
         if kept is not None and kept.is_kept_by(hello):
-            configure = replace(kept.scheduler.configure, keeps_kv=True, last_step=kept.scheduler.last_step)
-            state = self._away.pop(hello.boot_id)
+            state, last_step = self._away.pop(hello.boot_id), kept.scheduler.last_step
             state.feed.resume()
         else:
             if kept is not None:
                 self._forget(hello.boot_id, kept)
-            configure = self._plan(hello)
-            state = self._new_state(hello, configure)
-        timeout = self._config.worker_timeout_seconds
-        configure = replace(configure, epoch=secrets.randbits(64) or 1, heartbeat_milliseconds=timeout * 1000 // 3)
-        group = WorkerGroup(
-            hello, configure, state, self._step_clock(hello.boot_id), timeout_seconds=timeout, clock=self._clock
-        )
+                kept = None
+            state, last_step = self._new_state(hello, self._plan(hello)), 0
+        ranks = ranks or (Rank(0, hello.boot_id, SignsOfLife(self._config.worker_timeout_seconds, self._clock)),)
+        epoch, heartbeat = secrets.randbits(64) or 1, self._config.worker_timeout_seconds * 1000 // 3
+        for rank, said, configure in zip(ranks, hello.of_each_rank, state.configures, strict=True):
+            rank.signs.are_due = said.has_epochs
+            rank.configure = replace(
+                configure,
+                epoch=epoch,
+                keeps_kv=kept is not None,
+                last_step=last_step,
+                heartbeat_milliseconds=heartbeat,
+            )
+        group = WorkerGroup(hello, ranks, state, self._step_clock(hello.boot_id), name=name, clock=self._clock)
         self._attached[group.number] = group
         return group
 
@@ -98,7 +121,9 @@ class Groups:
         """Take a group out whose worker is gone; its scheduler has no live request any more."""
         del self._attached[group.number]
         group.is_lost = True
-        group.work.set()
+        for rank in group.ranks:
+            # Whose end has taken it out has said why.
+            rank.end(UnavailableError("the worker has attached anew."))
         group.feed.suspend()
         self.num_lost_workers += group.is_ready and not group.is_leaving
         boot_id, state, seconds = group.hello.boot_id, group.state, self._config.reattach_seconds
@@ -117,12 +142,12 @@ class Groups:
         """Keep what a scheduler counted that is gone for good."""
         state.counts.past = _sum([state.counts.past, state.statistics()])
 
-    def _plan(self, hello: Hello) -> Configure:
-        ranks = [RankKV(hello.layers, hello.available_memory)]
-        (configure,) = plan_kv_cache(self._config, ranks, hello.rules, hello.model.max_model_len)
-        return configure
+    def _plan(self, hello: Hello) -> tuple[Configure, ...]:
+        ranks = [RankKV(rank.layers, rank.available_memory) for rank in hello.of_each_rank]
+        return plan_kv_cache(self._config, ranks, hello.rules, hello.model.max_model_len)
 
-    def _new_state(self, hello: Hello, configure: Configure) -> GroupState:
+    def _new_state(self, hello: Hello, configures: tuple[Configure, ...]) -> GroupState:
+        configure = configures[0]
         config, taken = self._config, {state.number for state in self._away.values()} | self._attached.keys()
         number = next(number for number in count() if number not in taken)
         feed = self._feeds[number] = KVEventFeed(configure.block_size, self._watchers, number)
@@ -137,9 +162,11 @@ class Groups:
             eos_token_ids=hello.model.eos_token_ids,
             prefix_caching=config.prefix_caching == "on",
             watcher=feed,
+            secret=self._cache_secret,
+            weights=hello.model_fingerprint,
         )
         steps = StepLog(configure, self._clock, counts.step_seconds)
-        return GroupState(number, hello, scheduler, feed, counts, steps)
+        return GroupState(number, hello, configures, scheduler, feed, counts, steps)
 
     def _step_clock(self, boot_id: int) -> StepClock:
         step_clock = self._step_clocks.pop(boot_id, None) or StepClock(self._config.step_timeout_seconds)

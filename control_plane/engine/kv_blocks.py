@@ -4,11 +4,12 @@ Knows neither plans nor queues. A row's logical blocks grow in all groups at onc
 back, a row gives up the blocks that no query of its will see again, and the null block stands in their place.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import chain, groupby
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from blockplane.control_plane.engine.block_pool import BlockPool
 from blockplane.control_plane.engine.kv_needs import longest_fit, num_blocks_needed
@@ -52,8 +53,15 @@ class KVBlocks:
     """The blocks of one worker group; the only writer of its tables, of the pool, the cache and of requests' keys."""
 
     def __init__(
-        self, configure: Configure, *, prefix_caching: bool = True, watcher: CacheWatcher | None = None
+        self,
+        configure: Configure,
+        *,
+        prefix_caching: bool = True,
+        watcher: CacheWatcher | None = None,
+        secret: bytes | None = None,
+        weights: bytes = b"",
     ) -> None:
+        """`secret` is the cache's, and `weights` the fingerprint of those that compute; empty = nobody knows it."""
         groups = configure.kv_cache_groups
         self.configure = configure
         self.block_size = configure.block_size
@@ -61,15 +69,17 @@ class KVBlocks:
         self._parts = [(kind.groups, kind.sees_all) for kind in self.kinds]
         # Events are of full attention, which comes first where there is any.
         watcher = watcher if self.kinds[0].sees_all else None
-        self.cache = PrefixCache(configure.num_blocks, self.block_size, len(self.kinds), watcher)
+        self.cache = PrefixCache(configure.num_blocks, self.block_size, len(self.kinds), watcher, secret)
         self.pool = BlockPool(configure.num_blocks, on_reuse=self.cache.forget)
         # Without segments a prefill reads no prior KV, so nothing could be shared (seed 001).
         self._prefix_caching = prefix_caching and configure.kv_segment_size > 0
-        self._weight_epoch = 0
+        self._weights, self._num_renewals = weights, 0
         self._public_root = self._root(salt="")
         self.num_blocks = np.zeros(configure.max_num_seqs, np.int64)
         """Per row, logical blocks. Those before `_first_block` of a kind are given up."""
         self.tables = np.zeros((configure.max_num_seqs, configure.max_blocks_per_row, len(groups)), np.int32)
+        self.num_lent = 0
+        """Blocks that `Lease` holds, each as often as it does."""
         self._first_block = np.zeros((len(self.kinds), configure.max_num_seqs), np.int64)
         self.capacity = longest_fit(groups, self.pool.num_usable, self.block_size, self._least_segment)
         """Tokens that a lone request can have KV for, however often it is computed anew."""
@@ -103,20 +113,38 @@ class KVBlocks:
 
     def enter(self, request: Request) -> None:
         """Key all full blocks of a request without a row."""
-        if not self._prefix_caching or request.skip_prefix_cache:
-            request.keys = []
-            return
-        request.keys = [self._root(request.cache_salt)]
-        self.cache.extend(request.keys, request.token_ids.tobytes())
+        request.keys = self.keys_of(request)
 
-    def renew_weights(self) -> None:
-        """The model's weights are others from now on: requests that enter find nothing that was cached before."""
-        self._weight_epoch += 1
+    def keys_of(self, request: Request) -> list[bytes]:
+        """The keys of all full blocks that a request has, or had when it last had no row, as `enter` sets them."""
+        if not self._prefix_caching or request.skip_prefix_cache:
+            return []
+        root = self._root_of(request)
+        # Those that it has stand, wherever they were reckoned.
+        keys = request.keys.copy() if request.keys and request.keys[0] == root else [root]
+        num_keyed = (len(keys) - 1) * self.block_size
+        self.cache.extend(keys, request.token_ids[num_keyed:].tobytes())
+        return keys
+
+    def has_keys_of(self, other: "KVBlocks") -> bool:
+        """Whether requests have the same keys at both, and some do."""
+        return self._prefix_caching and other._prefix_caching and self._public_root == other._public_root
+
+    def renew_weights(self, weights: bytes = b"") -> None:
+        """The model's weights are others from now on: requests that enter find nothing that was cached before.
+
+        `weights`: their fingerprint; empty = nobody knows it.
+        """
+        self._weights, self._num_renewals = weights, self._num_renewals + 1
         self.cache.reset()
         self._public_root = self._root(salt="")
 
+    def _root_of(self, request: Request) -> bytes:
+        return self._root(request.cache_salt) if request.cache_salt else self._public_root
+
     def _root(self, salt: str) -> bytes:
-        extras = {"weights": str(self._weight_epoch)} | ({"salt": salt} if salt else {})
+        # Groups of the same weights have the same keys, however often each has read them anew.
+        extras = {"weights": self._weights.hex() or str(self._num_renewals)} | ({"salt": salt} if salt else {})
         return self.cache.root(extras)
 
     def num_shareable(self, request: Request) -> int:
@@ -148,6 +176,23 @@ class KVBlocks:
                     num_blocks = self._longest_hit(index, keys[:num_blocks], token_bytes, blocks)
         return self._prefix(num_blocks, found)
 
+    def num_leading(self, request: Request, live: Container[bytes]) -> tuple[int, int]:
+        """Leading blocks that a request without a row would share here, once it has entered here or elsewhere: how many
+        are cached, and how many there are with those behind them that others will have computed, whose keys are in
+        `live`.
+        """
+        if not request.keys or request.keys[0] != self._root_of(request):
+            self.enter(request)
+        most, keys = self.num_shareable(request), request.keys
+        num_blocks = 0
+        # Most groups have nothing of most requests.
+        if most > 0 and (not self.kinds[0].sees_all or self.cache.has(0, keys[1])):
+            num_blocks = self.find_prefix(request).num_blocks
+        num_cached = num_blocks
+        while num_blocks < most and keys[num_blocks + 1] in live:
+            num_blocks += 1
+        return num_cached, num_blocks
+
     def _longest_hit(self, index: int, keys: list[bytes], token_bytes: bytes, found: dict[int, tuple[int, ...]]) -> int:
         """The most leading blocks behind which a kind keeps all that the next query sees; adds those to `found`."""
         size = self.cache.block_bytes
@@ -178,8 +223,12 @@ class KVBlocks:
 
     def publish(self, request: Request, row: int, start: int, stop: int, token_bytes: bytes) -> None:
         """Let a row's logical blocks be found, `start` to `stop` - 1, which hold the tokens of `token_bytes`."""
+        self.publish_table(request, start, self.tables[row, start:stop], token_bytes)
+
+    def publish_table(self, request: Request, start: int, table: Int32Array, token_bytes: bytes) -> None:
+        """Let logical blocks be found, from `start` on: int32 [num_blocks, num_groups], null where there is none."""
         size = self.cache.block_bytes
-        for j, ids in enumerate(self.tables[row, start:stop].tolist()):
+        for j, ids in enumerate(table.tolist()):
             self._publish_block(request, start + j, ids, token_bytes[j * size : (j + 1) * size])
 
     def publish_one_each(self, requests: Iterable[Request], rows: IntArray, blocks: IntArray, tokens: Any) -> None:
@@ -199,7 +248,8 @@ class KVBlocks:
         is_public = keys[0] == self._public_root
         key, parent = keys[number + 1], keys[number] if number else None
         for kind, (groups, sees_all) in enumerate(self._parts):
-            cache.publish(kind, key, (tuple(ids[groups]), tokens), parent, announce=is_public and sees_all)
+            if ids[groups.start]:
+                cache.publish(kind, key, (tuple(ids[groups]), tokens), parent, announce=is_public and sees_all)
 
     def distrust(self, row: int) -> None:
         """Let nobody find what a failed row's blocks hold."""
@@ -273,6 +323,13 @@ class KVBlocks:
     def _held(self, row: int) -> Int32Array:
         block_ids: Int32Array = self.tables[row, : self.num_blocks[row]].ravel()
         return block_ids[block_ids > 0]
+
+    def seen_behind(self, num_blocks: int) -> NDArray[np.bool_]:
+        """Which of so many leading blocks the query behind them sees in each group: bool [num_blocks, num_groups]."""
+        is_seen = np.zeros((num_blocks, self.tables.shape[2]), bool)
+        for kind in self.kinds:
+            is_seen[self._first_needed(kind, num_blocks * self.block_size) :, kind.groups] = True
+        return is_seen
 
     def _first_needed(self, kind: Kind, num_computed_tokens: Any) -> Any:
         """The first logical block that the query after so many tokens sees; for a number or an integer array."""

@@ -32,8 +32,12 @@ def plan_kv_cache(
     """Decide what the ranks build, one Configure each; `lay_out` states how layers share blocks.
 
     All ranks have the same groups, blocks and buckets, so that one block table serves them; only the heads, and with
-    them the tensors' sizes, are a rank's own. The rank with the least room sets `num_blocks`. Prefix caching needs
-    segmented prefill: without it `kv_segment_size` is 0, and the engine caches nothing whatever `prefix_caching` says.
+    them the tensors' sizes, are a rank's own. The rank with the least room sets `num_blocks`. Where ranks share the
+    positions of a block it spans as many times the setting `block_size`: requests and segments are reckoned in whole
+    blocks, and memory in what a rank keeps of them.
+
+    Prefix caching needs segmented prefill: without it `kv_segment_size` is 0, and the engine caches nothing whatever
+    `prefix_caching` says.
 
     Args:
         model_max_len: tokens that the model was made for.
@@ -51,7 +55,7 @@ def plan_kv_cache(
 
 def _choose_num_blocks(config: Config, common: Configure, ranks: Sequence[RankKV], layouts: Sequence[KVLayout]) -> int:
     """Blocks, the null block included, that fit every rank."""
-    block_bytes = [layout.bytes_per_token * config.block_size for layout in layouts]
+    block_bytes = [layout.bytes_per_token * common.rank_block_size for layout in layouts]
     num_fitting = [rank.available_memory // size for rank, size in zip(ranks, block_bytes, strict=True)]
     least = num_fitting.index(min(num_fitting))
     num_blocks = config.num_blocks or num_fitting[least]
@@ -81,17 +85,17 @@ def _common_settings(config: Config, rules: BucketRules, model_max_len: int) -> 
     max_model_len = _max_model_len(config, model_max_len)
     context_buckets = config.decode_context_length_buckets
     if rules.context_is_a_shape and not context_buckets:
-        context_buckets = default_context_buckets(max_model_len, config.block_size)
+        context_buckets = default_context_buckets(max_model_len, config.group_block_size)
     check_rules(
         rules,
-        block_size=config.block_size,
+        block_size=config.group_block_size,
         max_model_len=max_model_len,
         num_batched_tokens_buckets=config.num_batched_tokens_buckets,
         kv_segment_size=config.kv_segment_size,
         decode_context_length_buckets=context_buckets,
     )
     return Configure(
-        block_size=config.block_size,
+        block_size=config.group_block_size,
         num_blocks=0,
         max_model_len=max_model_len,
         num_batched_tokens_buckets=config.num_batched_tokens_buckets,
@@ -100,6 +104,7 @@ def _common_settings(config: Config, rules: BucketRules, model_max_len: int) -> 
         decode_context_length_buckets=context_buckets,
         prefill_multiple_of=rules.prefill_multiple_of,
         num_draft_tokens=config.num_draft_tokens,
+        context_parallel_size=config.context_parallel_size,
     )
 
 
@@ -132,7 +137,7 @@ def _num_blocks_of_the_longest(common: Configure, layout: KVLayout) -> int:
 
 
 def _configure_rank(common: Configure, layout: KVLayout, num_blocks: int) -> Configure:
-    num_tokens = num_blocks * common.block_size
+    num_tokens = num_blocks * common.rank_block_size
     return replace(
         common,
         num_blocks=num_blocks,

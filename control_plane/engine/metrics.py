@@ -9,6 +9,7 @@ from blockplane.control_plane.engine.group import WorkerGroup
 from blockplane.control_plane.engine.group_counts import GroupCounts
 from blockplane.control_plane.engine.groups import Groups
 from blockplane.control_plane.engine.journaling import Journaling
+from blockplane.control_plane.engine.transfers import Transfers
 from blockplane.protos.metric_families import Labels, MetricFamilies
 from blockplane.protos.statistics import EngineStatistics, Statistics
 
@@ -39,7 +40,11 @@ _GAUGES = (
 
 
 def engine_metrics(
-    groups: Groups, statistics: EngineStatistics, deliveries: Deliveries, journaling: Journaling | None
+    groups: Groups,
+    statistics: EngineStatistics,
+    deliveries: Deliveries,
+    journaling: Journaling | None,
+    transfers: Transfers,
 ) -> MetricFamilies:
     families = MetricFamilies()
     for number, model_name, counts in groups.counts():
@@ -48,6 +53,7 @@ def engine_metrics(
         if group.number in statistics.groups:
             _tell_group(families, group, statistics.groups[group.number])
     _tell_whole(families, groups, statistics)
+    _tell_transfers(families, transfers)
     families.gauge("num_frontends", "Frontends that are attached.", len(deliveries))
     if journaling is not None:
         families.counter("journal_commits", "Commits of the journal.", journaling.num_commits)
@@ -95,4 +101,18 @@ def _tell_whole(families: MetricFamilies, groups: Groups, statistics: EngineStat
         "num_suspects",
         "Requests that were in the step when a worker was lost, and got no token since.",
         statistics.num_suspects,
+    )
+
+
+def _tell_transfers(families: MetricFamilies, transfers: Transfers) -> None:
+    families.counter("transfers", "Requests that went on elsewhere with their KV blocks.", transfers.num_transfers)
+    families.counter(
+        "failed_transfers",
+        "Requests that were computed anew elsewhere, since their KV blocks could not be had.",
+        transfers.num_failed_transfers,
+    )
+    families.counter("transferred_blocks", "KV blocks that moved.", transfers.num_transferred_blocks)
+    families.gauge("num_requests_moving", "Requests whose KV blocks move; they are held, too.", transfers.num_moving)
+    families.histogram(
+        "transfer_seconds", "From a request's leaving its group to its coming with its blocks.", transfers.seconds
     )

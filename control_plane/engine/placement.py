@@ -1,18 +1,21 @@
 """Which group serves which request, who is held meanwhile, and who moves. Knows neither frontends nor steps.
 
-A request is at one group, or it is held: while no group is ready, or since it may have killed a worker and others that
-may have are on trial first.
+A request is at one group, or it moves between two with its blocks, or it is held: while no group is ready, or since it
+may have killed a worker and others that may have are on trial first.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from blockplane.control_plane.engine.group import RELOADING, WorkerGroup
 from blockplane.control_plane.engine.groups import Groups
+from blockplane.control_plane.engine.homes import Homes
 from blockplane.control_plane.engine.request import Request
 from blockplane.control_plane.engine.step import StepOutputs
 from blockplane.control_plane.engine.suspects import MAX_LOSSES_ALONE, Suspects
+from blockplane.control_plane.engine.transfers import Transfers
 from blockplane.protos.errors import (
     BlockplaneError,
     CapacityError,
@@ -27,13 +30,30 @@ logger = logging.getLogger(__name__)
 
 
 class Placement:
-    """The only one that puts requests into groups' schedulers and takes them out before their time."""
+    """With its `transfers` the only one that puts requests into schedulers and takes them out before their time.
 
-    def __init__(self, groups: Groups, hold_seconds: float, fail: Callable[[Request, BlockplaneError], None]) -> None:
-        """`fail` ends a request, which calls `remove`. `hold_seconds`: how long requests wait for a group at most."""
+    Attributes:
+        transfers: to groups that take decodes.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        hold_seconds: float,
+        fail: Callable[[Request, BlockplaneError], None],
+        max_imbalance_percent: int = 20,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        transfer_seconds: float = 30.0,
+    ) -> None:
+        """`fail` ends a request, which calls `remove`. `hold_seconds`: how long requests wait for a group at most.
+        `max_imbalance_percent` is what `in_order_of_choice` has it for, `transfer_seconds` the limit of `Transfers`.
+        """
         self._groups, self._hold_seconds, self._fail = groups, hold_seconds, fail
         self._held: dict[Request, None] = {}
+        self.transfers = Transfers(groups, self._in_order, self._go_on, clock, transfer_seconds)
         self._suspects = Suspects()
+        self._homes = Homes(groups, max_imbalance_percent)
         self._trial: WorkerGroup | None = None
         """The group that the suspects' cohort is at."""
         self._model_name = ""
@@ -42,7 +62,7 @@ class Placement:
 
     @property
     def num_held(self) -> int:
-        return len(self._held)
+        return len(self._held) + self.transfers.num_moving
 
     @property
     def num_suspects(self) -> int:
@@ -51,7 +71,7 @@ class Placement:
     # -- requests come and go ------------------------------------------------------------------------------------------
 
     def add(self, requests: Sequence[Request], now: float) -> None:
-        """Queue new requests at one group, the one with the fewest known tokens that has room.
+        """Queue the samples of a new prompt at one group, the first in order of choice that has room.
 
         Raises:
             UnavailableError: no group serves.
@@ -59,10 +79,10 @@ class Placement:
             UnsupportedError: no group's worker knows what they ask for.
         """
         error: BlockplaneError = UnavailableError("no worker is ready; retry once the service's health is SERVING.")
-        groups = self._groups.may_serve()
-        for group in groups if len(groups) == 1 else sorted(groups, key=self._load):
+        for group, num_shared in self._in_order(requests[0], self._groups.may_begin()):
             try:
                 group.check_can_serve(requests[0])
+                self._homes.expect(requests, num_shared, group)
                 group.scheduler.add(requests, now)
             except UnsupportedError as refusal:
                 # What another group says of room is the better answer.
@@ -75,6 +95,7 @@ class Placement:
                 continue
             for request in requests:
                 request.group = group.number
+            self._homes.came(requests, num_shared, group)
             group.work.set()
             return
         raise error
@@ -89,10 +110,12 @@ class Placement:
         """A request has ended, or is to end now, wherever it is."""
         if request.group is None:
             self._held.pop(request, None)
+            self.transfers.drop(request)
             request.ended = True
             self._arm_stop()
         else:
             group = self._groups[request.group]
+            group.live_keys.go(request)
             if not request.ended:
                 group.scheduler.end(request)
             group.work.set()
@@ -120,6 +143,7 @@ class Placement:
         if group is self._trial:
             got = set(zip(outputs.owners.tolist(), outputs.stream_ids.tolist(), strict=True))
             self._clear([one for one in self._suspects.cohort if (one.owner, one.stream_id) in got])
+        self.transfers.answered(group)
         if group.emptied_for:
             self.empty(group)
 
@@ -134,6 +158,8 @@ class Placement:
             for request in tuple(self._held):
                 self._fail(request, gone)
         self._model_name = name
+        self._homes.joined()
+        self.transfers.groups_changed()
         self._settle()
         self._share_with(group)
         for other in self._groups:
@@ -142,9 +168,13 @@ class Placement:
 
     def lose(self, group: WorkerGroup) -> None:
         """A group's worker is gone: its requests go on elsewhere, or are held; those that it may have died of wait."""
+        going_on = self.transfers.lost(group)
         unfinished, unanswered = group.scheduler.lose()
         self._groups.lose(group)
         self._hold(unfinished, group)
+        self.transfers.groups_changed()
+        for request, target in going_on:
+            self._go_on(request, target)
         for request in self._suspects.lost(unanswered):
             self._fail(
                 request,
@@ -160,6 +190,7 @@ class Placement:
 
         Where others serve, but with other weights, only those move that have not begun.
         """
+        self.transfers.groups_changed()
         scheduler, ends_there = group.scheduler, self._ends_there(group)
         if not ends_there and not group.has_in_flight:
             self._hold(scheduler.unfinished(), group)
@@ -182,8 +213,8 @@ class Placement:
 
     def _share_with(self, group: WorkerGroup) -> None:
         """Give a group that has nothing to do its share of what waits at each of the others."""
-        serving = self._groups.may_serve()
-        for other in serving:
+        serving = self._groups.may_begin()
+        for other in serving if group in serving else ():
             if other is not group and other is not self._trial:
                 self._hold(other.scheduler.give_away(len(other.scheduler.waiting) // len(serving)), other)
         self._settle()
@@ -195,46 +226,67 @@ class Placement:
         for request in requests:
             request.group = None
             if group is not None:
+                group.live_keys.go(request)
                 request.weights = group.hello.model_fingerprint
             self._held[request] = None
 
     def _settle(self) -> None:
         """Let go on whoever is held and may."""
-        serving = self._groups.may_serve()
-        if serving:
-            loads = {group: self._load(group) for group in serving}
+        serving = self._groups.may_begin()
+        if serving and self._held:
+            loads = {group: group.scheduler.num_to_compute for group in serving}
             for request in sorted(self._held, key=lambda request: request.rank):
                 # One that fails may have let others go on meanwhile.
-                if request in self._held and (group := self._choose(request, loads)) is not None:
-                    self._resume(request, group)
-                    is_on_trial, num_tokens = loads[group]
-                    loads[group] = is_on_trial, num_tokens + request.num_tokens
+                if request in self._held and (choice := self._choose(request, loads)) is not None:
+                    group, num_shared = choice
+                    self._resume(request, num_shared, group)
+                    loads[group] = group.scheduler.num_to_compute
         self._arm_stop()
 
-    def _resume(self, request: Request, group: WorkerGroup) -> None:
+    def _resume(self, request: Request, num_shared: int, group: WorkerGroup) -> None:
+        self._homes.expect([request], num_shared, group)
         try:
             group.resume(request)
         except (CapacityError, InvalidRequestError, UnsupportedError) as error:
             self._fail(request, error)
         else:
             del self._held[request]
+            self._homes.came([request], num_shared, group)
 
-    def _choose(self, request: Request, loads: dict[WorkerGroup, tuple[bool, int]]) -> WorkerGroup | None:
-        """The group that a held request is to go on at; None = it is not its turn."""
+    def _go_on(self, request: Request, group: WorkerGroup | None) -> None:
+        """Have a request served that has moved: at that group, or, if that may not serve, as one that is held."""
+        self._held[request] = None
+        if group is not None and group.may_serve:
+            blocks = group.scheduler.blocks
+            _, num_shared = blocks.num_leading(request, group.live_keys)
+            self._resume(request, num_shared * blocks.block_size, group)
+        else:
+            self._settle()
+
+    def _choose(self, request: Request, loads: Mapping[WorkerGroup, int]) -> tuple[WorkerGroup, int] | None:
+        """The group that a held request is to go on at, and what it shares there; None = it is not its turn."""
         if request not in self._suspects:
             # Where none can, the one that is asked says so; where none has its weights, others compute it anew.
             able = [group for group in loads if group.can_serve(request)] or list(loads)
             alike = [group for group in able if group.goes_on_with(request)]
-            return min(alike or able, key=loads.__getitem__)
+            return self._in_order(request, alike or able, loads)[0]
         if request not in self._suspects.cohort:
             return None
-        if self._trial not in loads:
+        if self._trial is None or self._trial not in loads:
             self._trial = min(loads, key=lambda group: group.scheduler.rows.num_running)
-        return self._trial
+        return self._trial, 0
 
-    def _load(self, group: WorkerGroup) -> tuple[bool, int]:
-        """Less is better: a group on trial is the last choice, for it may fall."""
-        return group is self._trial, group.scheduler.num_known_tokens
+    # -- the choice ----------------------------------------------------------------------------------------------------
+
+    def _in_order(
+        self, request: Request, groups: Sequence[WorkerGroup], loads: Mapping[WorkerGroup, int] | None = None
+    ) -> list[tuple[WorkerGroup, int]]:
+        """Groups that may take a request, the best first, and how many leading tokens it shares there.
+
+        A group on trial is the last choice, for it may fall. `loads`: as `Homes.in_order` has them.
+        """
+        order = self._homes.in_order(request, groups, loads)
+        return sorted(order, key=lambda choice: choice[0] is self._trial) if self._trial is not None else order
 
     def _clear(self, requests: Collection[Request]) -> None:
         """These are no suspects any more."""

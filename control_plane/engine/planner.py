@@ -86,7 +86,7 @@ class Planner:
         for row in sorted(at_mark.tolist(), key=lambda row: rows.request(row).rank):
             at = np.array([row])
             while rows.requests[row] is not None and not self._grow(at, self._num_missing(at, 1), draft):
-                if rows.num_running == 1 and draft.num_answered < draft.last_step:
+                if rows.num_running == 1 and (draft.num_answered < draft.last_step or self._blocks.num_lent):
                     draft.must_wait = True
                     return
                 self._preempt(draft)
@@ -168,11 +168,12 @@ class Planner:
             if self._falls_behind(request, prefix, draft):
                 continue
             num_running = self._rows.num_running
-            if num_running and not self._blocks.has_room(request.num_tokens, prefix, num_running):
+            has_rivals = num_running or self._blocks.num_lent
+            if has_rivals and not self._blocks.has_room(request.num_tokens, prefix, num_running):
                 return
             num_cached_tokens = prefix.num_blocks * self._configure.block_size
             num_tokens = self._segment(request.num_tokens - num_cached_tokens, draft.budget)
-            if not num_tokens or (num_running and not self._blocks.fits(num_cached_tokens + num_tokens, prefix)):
+            if not num_tokens or (has_rivals and not self._blocks.fits(num_cached_tokens + num_tokens, prefix)):
                 return
             self._waiting.serve(request, now)
             if not self._prefill(self._take_row(request, prefix, draft), draft):

@@ -24,6 +24,11 @@ tuple, which the garbage collector soon looks at no more: there is one for each 
 _NOTHING: CachedBlock = ((), b"")
 
 
+def draw_secret() -> bytes:
+    """What caches have in common whose keys are to be the same."""
+    return secrets.token_bytes(32)
+
+
 class CacheWatcher(Protocol):
     """Hears of what can be found by a key and what no longer."""
 
@@ -38,19 +43,28 @@ class PrefixCache:
     """Finds published blocks by their tokens and by all that stands before them.
 
     A key is a keyed BLAKE2b over the key of the block before and the block's own tokens; the first block's parent is a
-    hash of what else must agree, such as a salt. The secret is drawn for each cache, so that nobody can prepare two
-    prompts of one key; the tokens are compared on a hit all the same.
+    hash of what else must agree, such as a salt. The secret is drawn, so that nobody can prepare two prompts of one
+    key; the tokens are compared on a hit all the same. Caches of one secret and block size have the same keys.
 
     Layers of different kinds (full attention, a sliding window) keep different parts of a sequence, so each kind has
     its own entries, under the same keys.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, num_kinds: int, watcher: CacheWatcher | None = None) -> None:
-        """`watcher` hears of what is announced, and of all of the first kind that is forgotten."""
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kinds: int,
+        watcher: CacheWatcher | None = None,
+        secret: bytes | None = None,
+    ) -> None:
+        """`watcher` hears of what is announced, and of all of the first kind that is forgotten. `secret` is one of
+        `draw_secret`; None = its own.
+        """
         self.block_bytes = block_size * np.dtype(np.int32).itemsize
         """Of a block's token ids."""
         self._watcher = watcher
-        self._hash = hashlib.blake2b(digest_size=KEY_BYTES, key=secrets.token_bytes(32))
+        self._hash = hashlib.blake2b(digest_size=KEY_BYTES, key=secret or draw_secret())
         # Written by publish, forget and reset only; each is the others' inverse.
         self._entries: tuple[dict[bytes, CachedBlock], ...] = tuple({} for _ in range(num_kinds))
         self._key_of_block: list[tuple[int, bytes] | None] = [None] * num_blocks
@@ -78,6 +92,10 @@ class PrefixCache:
         """A kind's blocks under a key, which must hold just these tokens; None = it keeps none."""
         block_ids, tokens = self._entries[kind].get(key, _NOTHING)
         return block_ids if tokens == token_bytes else None
+
+    def has(self, kind: int, key: bytes) -> bool:
+        """Whether a kind keeps anything under a key."""
+        return key in self._entries[kind]
 
     def find_run(self, kind: int, keys: Sequence[bytes], token_bytes: bytes) -> list[tuple[int, ...]]:
         """A kind's blocks under the leading keys, up to the first that is not found; keys as `extend` makes them."""

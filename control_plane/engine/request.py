@@ -7,10 +7,13 @@ import numpy as np
 from blockplane.protos.plan import Int32Array
 from blockplane.protos.sampling import SamplingParams
 
+EXPECTED_OUTPUT_TOKENS = 256
+"""So much output at most is reckoned with: a text may end with any token, and `max_tokens` is often far off."""
+
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A growing list of tokens. Written by the scheduler and its `KVBlocks` only.
+    """A growing list of tokens. Written by the scheduler and its `KVBlocks`, and where it is by `Placement`.
 
     Attributes:
         request_id: the caller's; the samples of one prompt have it in common.
@@ -28,6 +31,7 @@ class Request:
         row: its row in the worker group, None while it waits.
         keys: the prefix cache's keys of its full blocks, behind that of its root; empty where it shares none.
         num_cached_tokens: prompt tokens whose KV others had computed, when it was first admitted; None before.
+        num_expected_tokens: leading ones that it was expected to share where it was placed.
         num_prompt_told: leading prompt tokens that need no telling any more: the first, which follows none, and those
             whose log-probabilities were handed out.
         behind: a request that computes the blocks which this one needs next, and how many those are; None = nobody.
@@ -54,6 +58,7 @@ class Request:
     row: int | None = None
     keys: list[bytes] = field(default_factory=list)
     num_cached_tokens: int | None = None
+    num_expected_tokens: int = 0
     num_prompt_told: int = 1
     behind: tuple["Request", int] | None = None
     last_step: int = 0
@@ -70,6 +75,12 @@ class Request:
     def has_begun(self) -> bool:
         """Whether it has output, as of when it last had no row."""
         return len(self.token_ids) > self.num_prompt_tokens
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens that are left to compute, as far as one can know, as of when it last had no row."""
+        num_outputs_left = self.params.max_tokens + self.num_prompt_tokens - self.num_tokens
+        return self.num_tokens - self.num_expected_tokens + min(num_outputs_left, EXPECTED_OUTPUT_TOKENS)
 
     def append(self, token_id: int) -> None:
         """Take a token that was computed in a row which the request has lost."""

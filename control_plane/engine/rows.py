@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from blockplane.control_plane.engine.request import Request
+from blockplane.control_plane.engine.request import EXPECTED_OUTPUT_TOKENS, Request
 from blockplane.protos.plan import Int32Array, IntArray
 
 NEVER = np.iinfo(np.int64).max
@@ -16,11 +16,12 @@ class Rows:
         token_ids: int32 [max_num_seqs, max_model_len], all answered tokens of each row.
         num_tokens: int64, how many of them: *confirmed*.
         num_granted: int64, tokens that are computed once the plans in flight land, at most: *granted*.
-        final_len: int64, answered tokens at which the request ends at the latest.
+        final_len: int64, answered tokens at which the request ends at the latest; 0 = the row is free.
         grant_mark: int64; while no more is granted, neither blocks nor the final length are in the way.
         confirm_mark: int64; while fewer tokens are answered, no block has become full and no end is reached.
         num_published: int64, full blocks that the cache has been told of.
         decodes: bool, whether the row's whole prompt is granted and it decodes from the next plan on.
+        stands: bool, whether the whole prompt is granted and it does not decode: others may take the request over.
         owners, stream_ids: int32, the request's.
     """
 
@@ -35,6 +36,7 @@ class Rows:
         self.confirm_mark = np.full(max_num_seqs, NEVER)
         self.num_published = np.zeros(max_num_seqs, np.int64)
         self.decodes = np.zeros(max_num_seqs, bool)
+        self.stands = np.zeros(max_num_seqs, bool)
         self.owners = np.zeros(max_num_seqs, np.int32)
         self.stream_ids = np.zeros(max_num_seqs, np.int32)
         self._free = list(range(max_num_seqs))[::-1]
@@ -46,6 +48,11 @@ class Rows:
     @property
     def num_running(self) -> int:
         return len(self.requests) - len(self._free)
+
+    def num_to_compute(self) -> int:
+        """Tokens that are left to grant, of outputs as many as are reckoned with."""
+        ends = np.minimum(self.final_len, self.num_tokens + EXPECTED_OUTPUT_TOKENS)
+        return int(np.maximum(ends - self.num_granted, 0).sum())
 
     def occupied(self) -> Int32Array:
         """int32, the rows that requests hold, ascending."""
@@ -79,6 +86,7 @@ class Rows:
         request.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
         request.row = None
         self.requests[row] = None
-        self.decodes[row] = False
+        self.decodes[row] = self.stands[row] = False
+        self.final_len[row] = 0
         self._free.append(row)
         return request

@@ -17,6 +17,7 @@ class Running:
         prefilling: rows inside their prompts, in the order of admission: one that a step left there, and those that are
             prefilled beside it.
         num_released: how many rows were ever released; as long as there are no more, every request has its row still.
+        hands_over: whether rows stand once their prompts are computed, instead of decoding.
     """
 
     def __init__(self, configure: Configure, blocks: KVBlocks, stops: Stops) -> None:
@@ -25,6 +26,7 @@ class Running:
         self.rows = Rows(configure.max_num_seqs, configure.max_model_len)
         self.prefilling: list[int] = []
         self.num_released = 0
+        self.hands_over = False
         self._stops = stops
         self._released_rows: list[int] = []
         self._decodes: RowSet | None = NO_ROW_SET
@@ -95,5 +97,20 @@ class Running:
         rows.note_published(row, past, block_size)
         if segment.samples:
             self.prefilling.remove(row)
-            rows.decodes[row] = True
-            self._decodes = None
+            if self.hands_over:
+                rows.stands[row] = True
+            else:
+                self.decode(row)
+
+    def decode(self, row: int) -> None:
+        """Let a row decode from the next plan on."""
+        self.rows.decodes[row], self.rows.stands[row] = True, False
+        self._decodes = None
+
+    def standing(self) -> list[Request]:
+        """The requests whose rows stand and whose prompts' computation is answered."""
+        rows = self.rows
+        if not np.count_nonzero(rows.stands):
+            return []
+        is_answered = rows.stands & (rows.num_tokens > rows.num_granted)
+        return [rows.request(row) for row in np.flatnonzero(is_answered).tolist()]

@@ -40,10 +40,15 @@ class Scheduler:
         eos_token_ids: Sequence[int] = (),
         prefix_caching: bool = True,
         watcher: CacheWatcher | None = None,
+        secret: bytes | None = None,
+        weights: bytes = b"",
     ) -> None:
+        """`watcher`, `secret` and `weights` are what `KVBlocks` says of them."""
         self.configure = configure
         self.waiting = waiting
-        self.blocks = KVBlocks(configure, prefix_caching=prefix_caching, watcher=watcher)
+        self.blocks = KVBlocks(
+            configure, prefix_caching=prefix_caching, watcher=watcher, secret=secret, weights=weights
+        )
         self._stops = Stops(vocab_size, eos_token_ids)
         self._running = Running(configure, self.blocks, self._stops)
         self.rows = self._running.rows
@@ -117,6 +122,26 @@ class Scheduler:
             request.is_parked = False
             self._planner.enqueue(request)
 
+    def hand_over(self, is_wanted: bool) -> None:
+        """Whether rows are to stand once their prompts are computed, until `keep` or `give_over`; of those to come."""
+        self._running.hands_over = is_wanted
+
+    def standing(self) -> list[Request]:
+        """The requests whose rows stand, with the first token behind their prompts."""
+        return self._running.standing()
+
+    def keep(self, request: Request) -> None:
+        """Let a request that stands decode here."""
+        assert request.row is not None
+        self._leave_steady()
+        self._running.decode(request.row)
+
+    def give_over(self, request: Request) -> None:
+        """Take a request that stands out, so that another group serves it; its blocks are free for the next plan."""
+        assert request.row is not None
+        self._leave_steady()
+        self._running.vacate(request.row)
+
     def end(self, request: Request) -> None:
         """Take a request out, wherever it is; its blocks and row are free for the next plan."""
         request.ended = True
@@ -153,9 +178,12 @@ class Scheduler:
         self._last = InFlight(self._last.step, NO_ROW_SET, NO_ROW_SET, None, (), self._running.num_released)
         return unfinished, [request for request in unfinished if request in named and not request.is_parked]
 
-    def renew_weights(self) -> None:
-        """The model's weights are others from now on: nothing that was cached before is found again."""
-        self.blocks.renew_weights()
+    def renew_weights(self, weights: bytes = b"") -> None:
+        """The model's weights are others from now on: nothing that was cached before is found again.
+
+        `weights`: their fingerprint; empty = nobody knows it.
+        """
+        self.blocks.renew_weights(weights)
         for request in self.waiting:
             self.blocks.enter(request)
 
@@ -180,9 +208,10 @@ class Scheduler:
         return self.rows.num_running + len(self.waiting) + len(self._parked)
 
     @property
-    def num_known_tokens(self) -> int:
-        """Tokens of all live requests, but for the last few of rows that only decode."""
-        return int(self.rows.num_tokens[self.rows.occupied()].sum()) + self.waiting.num_tokens
+    def num_to_compute(self) -> int:
+        """Tokens that are left to compute for all that run or wait, cached ones left out, as far as one can know."""
+        self.catch_up()
+        return self.rows.num_to_compute() + self.waiting.num_to_compute
 
     def statistics(self) -> Statistics:
         pool = self.blocks.pool

@@ -10,7 +10,10 @@ from typing import Any
 import grpc
 
 from blockplane.control_plane.engine.engine import Engine
-from blockplane.control_plane.engine.hello import Hello
+from blockplane.control_plane.engine.hello_wire import check_version, hello_from_proto, join_from_proto
+from blockplane.control_plane.engine.rank import Rank
+from blockplane.control_plane.engine.rank_driver import RankDriver
+from blockplane.control_plane.engine.rank_meeting import RankMeeting
 from blockplane.control_plane.engine.worker_driver import WorkerDriver
 from blockplane.protos import delivery_wire, kv_events_wire, wire
 from blockplane.protos.errors import BlockplaneError, ProtocolError, UnavailableError
@@ -35,23 +38,40 @@ class EngineServer(EngineServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
         try:
-            group = self._engine.attach_worker(await _read_hello(request_iterator))
-            group.peer = context.peer()
+            driver, meeting, rank = await self._welcome(request_iterator, context)
         except BlockplaneError as error:
             logger.warning("refused a worker: %s", error)
             raise
+        ending: BlockplaneError | None = UnavailableError("its connection broke, or this engine ended it.")
         try:
-            await WorkerDriver(self._engine, group, request_iterator, context).run()
-            logger.info("worker %d has left", group.number)
+            await driver.run()
+            ending = None
         except BlockplaneError as error:
-            level = logging.INFO if isinstance(error, UnavailableError) else logging.ERROR
-            logger.log(level, "worker %d is lost: %s", group.number, error)
-            raise
-        except asyncio.CancelledError:
-            logger.info("worker %d is lost: its connection broke, or this engine ended it.", group.number)
+            ending = error
             raise
         finally:
-            self._engine.detach_worker(group)
+            if self._engine.meetings.leave(meeting, rank, ending):
+                _log_end(meeting, rank, ending)
+
+    async def _welcome(
+        self, messages: AsyncIterator[pb.AttachWorkerRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> tuple[RankDriver, RankMeeting, Rank]:
+        """Find out by its first message what a worker is: one of several ranks, or a group by itself."""
+        first, meetings = await anext(messages, None), self._engine.meetings
+        if first is None:
+            raise UnavailableError("the worker closed its side of the stream.")
+        kind = first.WhichOneof("message")
+        if kind == "join":
+            meeting, rank = meetings.join(join_from_proto(first.join, context.peer()))
+            driver = (RankDriver if rank.number else WorkerDriver)(self._engine, meeting, rank, messages, context)
+        elif kind == "hello":
+            hello = hello_from_proto(first.hello)
+            meeting, rank = meetings.alone(hello.boot_id, context.peer())
+            driver = WorkerDriver(self._engine, meeting, rank, messages, context)
+            driver.say(hello)
+        else:
+            raise ProtocolError(f"expected a hello from the worker, got {kind}.")
+        return driver, meeting, rank
 
     async def AttachFrontend(
         self,
@@ -73,7 +93,7 @@ class EngineServer(EngineServicer):
         error: BlockplaneError = UnavailableError("the frontend closed its side of the stream.")
         try:
             async for batch in batches:
-                _check_version("frontend", batch.protocol_version)
+                check_version("frontend", batch.protocol_version)
                 self._engine.take_batch(owner, delivery_wire.frontend_batch_from_proto(batch))
         except BlockplaneError as protocol_error:
             error = protocol_error
@@ -107,32 +127,12 @@ class EngineServer(EngineServicer):
         return wire.statistics_to_proto(self._engine.statistics())
 
 
-async def _read_hello(messages: AsyncIterator[pb.AttachWorkerRequest]) -> Hello:
-    message = await anext(messages, None)
-    if message is None:
-        raise UnavailableError("the worker closed its side of the stream.")
-    if message.WhichOneof("message") != "hello":
-        raise ProtocolError(f"expected a hello from the worker, got {message.WhichOneof('message')}.")
-    hello = message.hello
-    _check_version("worker", hello.protocol_version)
-    return Hello(
-        protocol_version=hello.protocol_version,
-        model=wire.model_info_from_proto(hello.model),
-        layers=tuple(wire.layer_from_proto(layer) for layer in hello.layers),
-        available_memory=hello.available_memory,
-        rules=wire.bucket_rules_from_proto(hello.bucket_rules),
-        model_fingerprint=hello.model_fingerprint,
-        boot_id=hello.boot_id,
-        last_epoch=hello.last_epoch,
-        enforces_structure=hello.enforces_structure,
-        reloads_weights=hello.reloads_weights,
-        weight_epoch=hello.weight_epoch,
-    )
-
-
-def _check_version(peer: str, version: int) -> None:
-    if not wire.OLDEST_PROTOCOL_VERSION <= version <= wire.PROTOCOL_VERSION:
-        raise ProtocolError(
-            f"the {peer} speaks protocol {version} and the engine {wire.OLDEST_PROTOCOL_VERSION} to"
-            f" {wire.PROTOCOL_VERSION}; run the same version of Blockplane on both."
-        )
+def _log_end(meeting: RankMeeting, rank: Rank, error: BlockplaneError | None) -> None:
+    """A group is over by a rank's end."""
+    who = f"group {meeting.name}" if meeting.group is None else f"worker {meeting.group.number}"
+    if error is None:
+        logger.info("%s has left", who)
+        return
+    level = logging.INFO if isinstance(error, UnavailableError) else logging.ERROR
+    which = f"{meeting.describe(rank)}: " if meeting.name else ""
+    logger.log(level, "%s is lost: %s%s", who, which, error)

@@ -52,7 +52,7 @@ class Draft:
         decodes: rows that decode. num_granted: tokens that each may compute; None = 1.
         filling: by key, who fills a block in this step, so that others wait for it instead of filling their own.
         may_admit: nobody may take blocks that a running row lacks.
-        must_wait: blocks that the only running row needs come free with an answer in flight.
+        must_wait: blocks that the only running row needs come free with an answer in flight, or with a lease's end.
     """
 
     budget: int

@@ -27,8 +27,8 @@ class WaitingQueue:
         self._queue_seconds = queue_seconds
         self._requests: list[Request] = []
         self._numbers = count()
-        self.num_tokens = 0
-        """Known tokens of all that wait."""
+        self.num_tokens = self.num_to_compute = 0
+        """Known tokens of all that wait, and those that are left to compute."""
         # How fast the queue has been served lately: when it last was, and the mean time between two.
         self._last_served: float | None = None
         self._seconds_per_request = 0.0
@@ -66,6 +66,7 @@ class WaitingQueue:
             self._last_served = None
         insort(self._requests, request, key=_rank)
         self.num_tokens += request.num_tokens
+        self.num_to_compute += request.num_to_compute
 
     def remove(self, request: Request) -> None:
         index = bisect_left(self._requests, request.rank, key=_rank)
@@ -73,16 +74,19 @@ class WaitingQueue:
             index += 1
         del self._requests[index]
         self.num_tokens -= request.num_tokens
+        self.num_to_compute -= request.num_to_compute
 
     def take_all(self) -> list[Request]:
         """Remove all."""
-        requests, self._requests, self.num_tokens = self._requests, [], 0
+        requests, self._requests, self.num_tokens, self.num_to_compute = self._requests, [], 0, 0
         return requests
 
     def append_token(self, request: Request, token_id: int) -> None:
         """Give a request that waits a token which was computed before it lost its row."""
+        self.num_to_compute -= request.num_to_compute
         request.append(token_id)
         self.num_tokens += 1
+        self.num_to_compute += request.num_to_compute
 
     def serve(self, request: Request, now: float) -> None:
         """Remove a request since it gets a row."""

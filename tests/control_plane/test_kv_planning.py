@@ -201,6 +201,40 @@ def test_the_rank_with_the_least_room_sets_the_blocks_of_all() -> None:
     assert [configure.kv_cache_groups[0].num_kv_heads for configure in configures] == [4, 2, 4]
 
 
+def test_ranks_that_share_positions_keep_a_part_of_each_block_and_the_engine_reckons_with_all_of_it() -> None:
+    config = replace(CONFIG, tensor_parallel_size=2, context_parallel_size=2)
+    ranks = [RankKV((BF16,), 100 * 65_536)] * 2
+    rules = BucketRules(prefill_multiple_of=24, context_is_a_shape=True)
+    config = replace(config, num_batched_tokens_buckets=(96, 192))
+    for configure in plan_kv_cache(config, ranks, rules, 1000):
+        assert (configure.block_size, configure.rank_block_size) == (32, 16)
+        assert (configure.num_blocks, configure.kv_cache_tensors[0].size) == (100, 100 * 65_536)
+        assert configure.segment_multiple == 96
+        assert configure.decode_context_length_buckets == (512, 1024)
+    # 1000 tokens are 32 blocks of 32, and block 0 is never used.
+    assert plan_kv_cache(config, [RankKV((BF16,), 33 * 65_536)] * 2, rules, 1000)[0].num_blocks == 33
+    with pytest.raises(ConfigurationError, match=r"needs 33 blocks, 2162688 bytes, and rank 0 gives 2162687;"):
+        plan_kv_cache(config, [RankKV((BF16,), 33 * 65_536 - 1)] * 2, rules, 1000)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"num_batched_tokens_buckets": (16,)},
+            r"is 16, and a prompt is cut at multiples of 32, which block_size, 32,",
+        ),
+        ({"decode_context_length_buckets": (1008,)}, r"has 1008, which is no multiple of block_size, 32;"),
+    ],
+)
+def test_what_holds_no_whole_block_of_ranks_that_share_positions_is_refused(
+    settings: dict[str, tuple[int, ...]], sentence: str
+) -> None:
+    config = replace(CONFIG, tensor_parallel_size=2, context_parallel_size=2, **settings)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=sentence):
+        plan_kv_cache(config, [RankKV((BF16,), 100 * 65_536)] * 2, BucketRules(), 1000)
+
+
 def test_a_refusal_for_memory_names_the_rank() -> None:
     ranks = [RankKV((BF16,), 100 * 65_536), RankKV((BF16,), 8 * 65_536)]
     with pytest.raises(ConfigurationError, match=r"max_model_len 160 needs 11 blocks, .* rank 1 gives 524288;"):

@@ -243,7 +243,7 @@ async def test_weights_that_differ_between_workers_are_told(engine: Engine) -> N
 async def test_a_worker_that_cannot_is_named_before_anything_happens(engine: Engine) -> None:
     one = reloading_worker(engine, 1)
     two = Worker(engine, boot_id=2, model_fingerprint=OLD)
-    two.group.peer = "ipv4:10.0.0.2:80"
+    two.group.ranks[0].peer = "ipv4:10.0.0.2:80"
     with pytest.raises(ConfigurationError, match=r"worker 1 at ipv4:10\.0\.0\.2:80 cannot read its weights anew"):
         await engine.reloads.reload("")
     assert one.group.condition == "ready"

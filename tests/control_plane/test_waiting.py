@@ -93,6 +93,7 @@ def test_a_late_token_counts_as_waiting_too() -> None:
     queue = queue_of()
     request = put(queue, "a", num_tokens=4)
     queue.append_token(request, 9)
+    assert queue.num_to_compute == request.num_to_compute
     assert (request.token_ids.tolist(), queue.num_tokens) == ([1, 2, 3, 4, 9], 5)
     queue.remove(request)
     assert queue.num_tokens == 0
