@@ -17,6 +17,15 @@ Counts = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
+class RankStatus:
+    """One process of a worker group that has several; fields as `WorkerStatus` has them."""
+
+    rank: int
+    peer: str
+    boot_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """One worker group as the engine sees it.
 
@@ -28,6 +37,9 @@ class WorkerStatus:
         attached_seconds: since it attached.
         num_blocks: the null block included.
         statistics: None until it is ready.
+        name: what its ranks call it; empty = it has one, which has no name.
+        ranks: in their order; none = there is one, of which `peer` and `boot_id` speak.
+        role: both, prefill or decode: which requests come to it; empty = the engine does not say.
     """
 
     group: int
@@ -42,6 +54,9 @@ class WorkerStatus:
     num_blocks: int
     block_size: int
     statistics: Statistics | None
+    name: str = ""
+    ranks: tuple[RankStatus, ...] = ()
+    role: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +94,8 @@ class GroupSteps:
 def worker_from_proto(proto: pb.Worker) -> WorkerStatus:
     values: dict[str, Any] = {field.name: getattr(proto, field.name) for field in fields(WorkerStatus)}
     statistics = _statistics_from_proto(proto.statistics) if proto.HasField("statistics") else None
-    return WorkerStatus(**(values | {"statistics": statistics}))
+    ranks = tuple(RankStatus(rank.rank, rank.peer, rank.boot_id) for rank in proto.ranks)
+    return WorkerStatus(**(values | {"statistics": statistics, "ranks": ranks}))
 
 
 def steps_from_proto(proto: pb.GetStepsResponse) -> GroupSteps:
@@ -101,6 +117,9 @@ def engine_statistics_from_proto(proto: engine_pb2.GetStatisticsResponse) -> Eng
         num_dropped_results=proto.num_dropped_results,
         num_held=proto.num_held,
         num_suspects=proto.num_suspects,
+        num_transfers=proto.num_transfers,
+        num_failed_transfers=proto.num_failed_transfers,
+        num_transferred_blocks=proto.num_transferred_blocks,
     )
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
 
 from blockplane.protos.errors import BlockplaneError
 
@@ -41,8 +42,9 @@ class Child:
     with `--stop-with-parent` it ends when we do, however we do.
     """
 
-    def __init__(self, name: str, arguments: Sequence[str]) -> None:
-        self.name = name
+    def __init__(self, name: str, arguments: Sequence[str], called: str | None = None) -> None:
+        """`name`: a key of MODULES or TOOLS. `called`: what errors call it; None = so."""
+        self.name, self._called = name, called or name
         self._process = subprocess.Popen(  # noqa: S603 - our own module under our own Python
             command_line(name, [*arguments, "--stop-with-parent"]),
             stdin=subprocess.PIPE,
@@ -74,9 +76,9 @@ class Child:
             return
         self._listener.join(STOP_SECONDS)
         if self._sentence is not None:
-            raise BlockplaneError(f"the {self.name} ended: {self._sentence}")
+            raise BlockplaneError(f"the {self._called} ended: {self._sentence}")
         how = f"signal {-status} ended it" if status < 0 else f"it ended with exit status {status}"
-        raise BlockplaneError(f"the {self.name} is gone: {how}; its last lines, if any, are above.")
+        raise BlockplaneError(f"the {self._called} is gone: {how}; its last lines, if any, are above.")
 
     def is_done(self) -> bool:
         """Whether it has ended well. Raises as `check` does if it ended otherwise."""
@@ -86,9 +88,12 @@ class Child:
         self.check()
         return False
 
-    def stop(self, drain_seconds: float) -> None:
-        """Ask it to end, by SIGTERM, and wait for so long, and STOP_SECONDS more, at most."""
+    def ask_to_end(self) -> None:
+        """By SIGTERM."""
         self._process.terminate()
+
+    def wait(self, drain_seconds: float) -> None:
+        """Until it has ended, for so long, and STOP_SECONDS more, at most."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(drain_seconds + STOP_SECONDS)
 
@@ -101,13 +106,17 @@ class Child:
 
 
 def stop(children: Sequence[Child], drain_seconds: float = 0.0) -> None:
-    """End them in their order, kindly; whatever happens meanwhile, none is left.
+    """End them in their order, those of one name together, kindly; whatever happens meanwhile, none is left.
 
     `drain_seconds`: how long each may take to finish what it does.
     """
     try:
-        for child in children:
-            child.stop(drain_seconds)
+        for _, alike in groupby(children, lambda child: child.name):
+            together = list(alike)
+            for child in together:
+                child.ask_to_end()
+            for child in together:
+                child.wait(drain_seconds)
     finally:
         for child in children:
             child.kill()

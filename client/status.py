@@ -2,14 +2,14 @@
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from blockplane import __version__
 from blockplane.client.alignment import aligned
 from blockplane.client.connect import ENGINE_SETTINGS, SETTINGS, connect, connect_engine, settings_of
-from blockplane.client.engine_values import WorkerStatus
+from blockplane.client.engine_values import RankStatus, WorkerStatus
 from blockplane.client.subcommand import Subcommand
 from blockplane.client.values import ServedModel
 from blockplane.protos.config import add_settings
@@ -20,7 +20,10 @@ WAIT_SECONDS = 2.0
 """How long the frontend may take to say that it serves."""
 
 
-_HEADS = ("group", "state", "requests", "KV", "blocks", "weights", "protocol", "attached", "model", "peer")
+_HEADS = (
+    *("group", "state", "requests", "KV", "blocks", "weights", "protocol", "attached", "model"),
+    *("name", "rank", "role", "peer"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +83,27 @@ def lines(found: Status) -> list[str]:
     told = [f"{name:8}  {address}  {found.failures.get(name, 'serving')}" for name, address in addresses.items()]
     if (model := found.model) is not None:
         told.append(f"model     {model.name}, {model.max_model_len} tokens, {model.vocab_size} ids")
-    table = aligned([_HEADS, *map(_row, found.workers)]) if found.workers else ["no worker"]
+    table = _table(found.workers) if found.workers else ["no worker"]
     return [*told, f"client    {__version__}", "", *table]
 
 
-def _row(worker: WorkerStatus) -> tuple[str, ...]:
+def _table(workers: Sequence[WorkerStatus]) -> list[str]:
+    """A row of each worker, and one of each further rank. Names and roles are told where they tell workers apart."""
+    hidden = set() if any(worker.ranks for worker in workers) else {"name", "rank"}
+    hidden |= set() if any(worker.role in ("prefill", "decode") for worker in workers) else {"role"}
+    rows = [_HEADS, *(row for worker in workers for row in _rows(worker))]
+    shown = [column for column in zip(*rows, strict=True) if column[0] not in hidden]
+    return aligned(list(zip(*shown, strict=True)))
+
+
+def _rows(worker: WorkerStatus) -> Iterator[tuple[str, ...]]:
+    first, *others = worker.ranks or (RankStatus(0, worker.peer, worker.boot_id),)
+    yield (*_cells(worker), worker.name, str(first.rank), worker.role, first.peer)
+    for rank in others:
+        yield (*([""] * len(_cells(worker))), worker.name, str(rank.rank), "", rank.peer)
+
+
+def _cells(worker: WorkerStatus) -> tuple[str, ...]:
     statistics = worker.statistics
     return (
         str(worker.group),
@@ -96,7 +115,6 @@ def _row(worker: WorkerStatus) -> tuple[str, ...]:
         str(worker.protocol_version),
         f"{worker.attached_seconds:.0f} s",
         worker.model,
-        worker.peer,
     )
 
 

@@ -18,6 +18,7 @@ from blockplane.client.processes import MODULES, Child, stop
 from blockplane.protos.access import access_of
 from blockplane.protos.config import Config, as_flags, load_config
 from blockplane.protos.errors import BlockplaneError, ConfigurationError, UnavailableError
+from blockplane.protos.threads import num_usable_cores
 
 EXIT_INTERRUPTED = 130
 """What shells report of a command that SIGINT ended."""
@@ -25,10 +26,14 @@ EXIT_INTERRUPTED = 130
 POLL_SECONDS = 0.1
 
 _METRICS_PORTS = ("engine", "frontend", "worker")
+"""In the order of their ports; of several ranks the further ones follow."""
+_GROUP = "up"
+"""What the ranks call their group, where no setting does."""
 
 
 def up(flags: Mapping[str, Any], command: Sequence[str]) -> int:
-    """Run engine, frontend and worker until SIGINT or SIGTERM, or until `command`, a sub-command of ours, has ended.
+    """Run engine, frontend and worker, or all its ranks, until SIGINT or SIGTERM, or until `command` has ended, a
+    sub-command of ours.
 
     Returns:
         The exit status: the command's, or 0 where there is none.
@@ -64,8 +69,8 @@ def _children(config: Config) -> Iterator[list[Child]]:
     children: list[Child] = []
     drain_seconds = float(config.drain_seconds)
     try:
-        for name in MODULES:
-            children.append(Child(name, as_flags(_with_own_metrics_port(config, name))))
+        for name, called, own in _processes(config):
+            children.append(Child(name, as_flags(own), called))
         yield children
     except BlockplaneError:
         # What lacks one of its processes finishes nothing.
@@ -75,12 +80,38 @@ def _children(config: Config) -> Iterator[list[Child]]:
         stop(children, drain_seconds)
 
 
+def _processes(config: Config) -> Iterator[tuple[str, str, Config]]:
+    """Each process in the order in which they stop: its key of MODULES, how it is called, and its configuration."""
+    for name in MODULES:
+        own = _with_own_metrics_port(config, name)
+        if name == "worker" and config.tensor_parallel_size > 1:
+            for rank in range(config.tensor_parallel_size):
+                yield name, f"worker of rank {rank}", _of_rank(own, rank)
+        else:
+            yield name, name, own
+
+
 def _with_own_metrics_port(config: Config, name: str) -> Config:
-    """The engine has the one that is set, and frontend and worker the two behind it; 0, any port, is everybody's."""
-    host, _, port = config.metrics_address.rpartition(":")
-    if not host or int(port) == 0:
-        return config
-    return replace(config, metrics_address=f"{host}:{int(port) + _METRICS_PORTS.index(name)}")
+    """The engine has the one that is set, and frontend and worker the two behind it."""
+    return replace(config, metrics_address=_ports_on(config.metrics_address, _METRICS_PORTS.index(name)))
+
+
+def _of_rank(config: Config, rank: int) -> Config:
+    """A worker's configuration as one of its group's ranks has it: ports and a share of the cores are its own."""
+    return replace(
+        config,
+        group=config.group or _GROUP,
+        rank=rank,
+        metrics_address=_ports_on(config.metrics_address, rank),
+        transfer_address=_ports_on(config.transfer_address, rank),
+        num_threads=config.num_threads or max(1, num_usable_cores() // config.tensor_parallel_size),
+    )
+
+
+def _ports_on(address: str, offset: int) -> str:
+    """host:port so many ports on; 0, any port, is everybody's."""
+    host, _, port = address.rpartition(":")
+    return address if not host or int(port) == 0 else f"{host}:{int(port) + offset}"
 
 
 def _check(children: Sequence[Child]) -> None:

@@ -165,6 +165,21 @@ def test_status_tells_of_frontend_engine_model_and_workers(fake_server: FakeServ
     assert second.split()[:2] == ["1", "draining"]
 
 
+def test_status_tells_names_ranks_and_roles_where_there_are_several(
+    fake_server: FakeServer, engine: FakeEngine, capsys
+):
+    ranks = [pb.Rank(rank=0, peer="ipv4:10.0.0.1:5", boot_id=1), pb.Rank(rank=1, peer="ipv4:10.0.0.2:5", boot_id=2)]
+    engine.workers = [worker(0, name="blue", ranks=ranks, peer=ranks[0].peer, role="prefill")]
+    assert status(fake_server, engine) == 0
+    *_, heads, first, second = capsys.readouterr().out.splitlines()
+    assert heads.split()[-4:] == ["name", "rank", "role", "peer"]
+    assert first.split()[-4:] == ["blue", "0", "prefill", "ipv4:10.0.0.1:5"]
+    assert second.split() == ["blue", "1", "ipv4:10.0.0.2:5"]
+    assert status(fake_server, engine, "--json") == 0
+    (only,) = json.loads(capsys.readouterr().out)["workers"]
+    assert only["ranks"][1] == {"rank": 1, "peer": "ipv4:10.0.0.2:5", "boot_id": 2}
+
+
 def test_status_ends_with_1_where_nothing_serves_and_still_tells_the_rest(
     fake_server: FakeServer, engine: FakeEngine, free_address: str, capsys, monkeypatch
 ):

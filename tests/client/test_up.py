@@ -15,7 +15,7 @@ from fake_inference import WAIT_SECONDS
 
 from blockplane.client.client import Client
 from blockplane.client.processes import MODULES
-from blockplane.client.up import _with_own_metrics_port
+from blockplane.client.up import _processes
 from blockplane.protos.config import load_config
 
 COMMAND = [sys.executable, "-m", "blockplane.client"]
@@ -237,4 +237,18 @@ def test_compile_ends_by_the_sentence_of_what_cannot_be_compiled_for() -> None:
 )
 def test_each_process_tells_its_metrics_at_a_port_of_its_own(address: str, own: dict[str, str]) -> None:
     config = load_config({"metrics_address": address}, {})
-    assert {name: _with_own_metrics_port(config, name).metrics_address for name in MODULES} == own
+    assert {name: each.metrics_address for name, _, each in _processes(config)} == own
+
+
+def test_each_rank_is_a_process_with_ports_and_a_share_of_the_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blockplane.client.up.num_usable_cores", lambda: 5)
+    settings = {"tensor_parallel_size": "2", "metrics_address": "h:7", "transfer_address": "h:20"}
+    ranks = [each for name, _, each in _processes(load_config(settings, {})) if name == "worker"]
+    assert [(each.group, each.rank, each.num_threads) for each in ranks] == [("up", 0, 2), ("up", 1, 2)]
+    assert [each.metrics_address for each in ranks] == ["h:9", "h:10"]
+    assert [each.transfer_address for each in ranks] == ["h:20", "h:21"]
+    given = load_config({**settings, "group": "blue", "num_threads": "3"}, {})
+    ranks = [each for name, _, each in _processes(given) if name == "worker"]
+    assert [(each.group, each.num_threads) for each in ranks] == [("blue", 3), ("blue", 3)]
+    called = [called for _, called, _ in _processes(given)]
+    assert called == ["frontend", "worker of rank 0", "worker of rank 1", "engine"]

@@ -1,6 +1,8 @@
 """Clients of the synthetic model that read all the time and compare every token; know no processes, and are no test."""
 
+import math
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any, Self
@@ -31,6 +33,8 @@ class Readers:
         self._is_over = threading.Event()
         self._readers: list[Future[None]] = []
         self._num_tokens = [0] * num_readers
+        self._heard = [math.inf] * num_readers
+        self._silences = [0.0] * num_readers
         self.num_streams = 0
 
     def __enter__(self) -> Self:
@@ -54,8 +58,20 @@ class Readers:
                 ):
                     token_ids += delta.token_ids
                     self._num_tokens[number] += len(delta.token_ids)
+                    self._hear(number)
                 assert token_ids == _expected(number)
                 self.num_streams += 1
+
+    def _hear(self, number: int) -> None:
+        now = time.monotonic()
+        self._silences[number] = max(self._silences[number], now - self._heard[number])
+        self._heard[number] = now
+
+    def longest_silence(self) -> float:
+        """Seconds between two deltas, the most that any reader has waited since this was asked last."""
+        longest = max(self._silences)
+        self._silences = [0.0] * len(self._silences)
+        return longest
 
     def go_on(self) -> None:
         """Wait until each has got more than it has now; fail with what one of them met."""

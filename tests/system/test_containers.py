@@ -1,4 +1,4 @@
-"""The image and docker-compose.yml in this machine's Docker Engine; knows processes only by their containers.
+"""The image and the compose files in this machine's Docker Engine; knows processes only by their containers.
 
 The build takes BASE_IMAGE, WHEELS and the other build arguments from the environment: see deploy/README.md.
 """
@@ -24,6 +24,7 @@ from blockplane.protos.config import Config
 
 ROOT = Path(__file__).parents[2]
 COMPOSE_FILE = ROOT / "docker-compose.yml"
+EXAMPLES = ROOT / "deploy" / "compose"
 PROMPT = list(range(50))
 IMAGE = "blockplane-test"
 USER_ID = "10001"
@@ -53,15 +54,15 @@ def compose_command() -> Sequence[str]:
 
 
 class Containers:
-    """The services of docker-compose.yml, as a project of the tests' own on ports of its own."""
+    """The services of a compose file, as a project of the tests' own on ports of its own."""
 
-    def __init__(self, *profiles: str, **environ: str) -> None:
+    def __init__(self, *profiles: str, file: Path = COMPOSE_FILE, **environ: str) -> None:
         port, gateway_port = free_port(), free_port()
         self.address = f"127.0.0.1:{port}"
         self.gateway_url = f"http://127.0.0.1:{gateway_port}"
         project = f"blockplane-test-{port}"
         self.network = f"{project}_default"
-        self._compose = (*compose_command(), "--project-name", project, "--file", str(COMPOSE_FILE))
+        self._compose = (*compose_command(), "--project-name", project, "--file", str(file))
         self._compose += tuple(f"--profile={profile}" for profile in profiles)
         self._environ = os.environ | {
             "BLOCKPLANE_IMAGE": IMAGE,
@@ -94,12 +95,16 @@ def attaches(worker: str) -> int:
     return run("docker", "logs", worker).count("attached, with")
 
 
-def num_ready_workers(engine: str) -> int:
-    """As the engine's metrics have it."""
+def metric(engine: str, name: str) -> int:
+    """As the engine tells Prometheus; `name` with its labels."""
     program = "from urllib.request import urlopen; print(urlopen('http://127.0.0.1:50052/metrics').read().decode())"
     metrics = run("docker", "exec", engine, "python3", "-c", program)
-    (line,) = (line for line in metrics.splitlines() if line.startswith('blockplane:num_workers{condition="ready"}'))
+    (line,) = (line for line in metrics.splitlines() if line.startswith(f"{name} "))
     return int(float(line.split()[1]))
+
+
+def num_ready_workers(engine: str) -> int:
+    return metric(engine, 'blockplane:num_workers{condition="ready"}')
 
 
 def wait_until_attached(worker: str, num_times: int = 1) -> None:
@@ -138,6 +143,16 @@ def containers_with_gateway(_image: None) -> Iterator[Containers]:
 @pytest.fixture
 def containers_with_journal(_image: None) -> Iterator[Containers]:
     yield from running(Containers(BLOCKPLANE_JOURNAL="/journal/journal"))
+
+
+@pytest.fixture
+def containers_of_ranks(_image: None) -> Iterator[Containers]:
+    yield from running(Containers(file=EXAMPLES / "tensor-parallel.yml"))
+
+
+@pytest.fixture
+def containers_with_roles(_image: None) -> Iterator[Containers]:
+    yield from running(Containers(file=EXAMPLES / "prefill-decode.yml"))
 
 
 def stream(client: Client, num_tokens: int) -> Iterator[int]:
@@ -246,6 +261,47 @@ def test_streams_outlive_the_replacing_of_every_container_as_an_upgrade_does_it(
     logger.info("all %d streams had every token right", readers.num_streams)
     inspect = ("docker", "inspect", "--format", "{{.Config.Image}} {{.State.Running}}")
     assert [run(*inspect, each) for each in containers.ids()].count(f"{newer} true\n") == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_streams_outlive_the_container_of_a_rank_and_its_group_meets_again(containers_of_ranks: Containers) -> None:
+    containers = containers_of_ranks
+    ranks = containers.ids("east-0", "east-1", "west-0", "west-1")
+    (engine,) = containers.ids("engine")
+    for rank in ranks:
+        wait_until_healthy(rank)
+    assert num_ready_workers(engine) == 2
+    with Readers(containers.address, 8) as readers:
+        readers.go_on()
+        # All but the first process, which then ends by itself, and its container is started anew.
+        subprocess.run(["docker", "exec", containers.ids("east-1")[0], "sh", "-c", "kill -KILL -1"])
+        wait_for(lambda: num_ready_workers(engine) == 1, "its group is lost", seconds=60)
+        readers.go_on()
+        logger.info("a rank is killed: every stream goes on")
+        wait_for(lambda: num_ready_workers(engine) == 2, "its group is back", seconds=600)
+        readers.go_on()
+        logger.info("it is back, and its group with it: every stream goes on")
+        readers.end()
+    logger.info("all %d streams had every token right", readers.num_streams)
+    for rank in ranks:
+        wait_until_healthy(rank)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_prompts_of_one_container_go_on_in_two_others(containers_with_roles: Containers) -> None:
+    containers = containers_with_roles
+    (engine,) = containers.ids("engine")
+    wait_for(lambda: num_ready_workers(engine) == 3, "all three serve", seconds=600)
+    with Readers(containers.address, 8) as readers:
+        readers.go_on()
+        readers.end()
+    num_blocks = metric(engine, "blockplane:transferred_blocks_total")
+    assert num_blocks > 0
+    logger.info("all %d streams had every token right, %d blocks moved", readers.num_streams, num_blocks)
+    for container in containers.ids():
+        wait_until_healthy(container)
 
 
 @pytest.mark.slow
