@@ -13,13 +13,18 @@ from blockplane.client.health import PROCESSES
 from blockplane.protos.config import Config, load_config
 
 FOLDER = Path(__file__).parents[1] / "deploy" / "kubernetes"
-BASE, NEURON, SECURED = (
+BASE, NEURON, SECURED, RANKS, SPLIT = (
     rendered(FOLDER / "base"),
     rendered(FOLDER / "neuron"),
     rendered(FOLDER / "base", FOLDER / "secured"),
+    rendered(FOLDER / "ranks"),
+    rendered(FOLDER / "split"),
 )
-VARIANTS = {"base": BASE, "neuron": NEURON, "secured": SECURED}
+VARIANTS = {"base": BASE, "neuron": NEURON, "secured": SECURED, "ranks": RANKS, "split": SPLIT}
+WORKERS = {"base": ["worker"], "ranks": ["east", "west"], "split": ["prefill", "decode"]}
 UPPER_NAMES = {setting.name.upper() for setting in fields(Config)}
+POD_INDEX, POD_ADDRESS = "metadata.labels['apps.kubernetes.io/pod-index']", "10.0.0.7"
+TRANSFER_PORT = 50053
 
 
 def of_kind(resources: list[Manifest], *kinds: str) -> dict[str, Manifest]:
@@ -27,10 +32,15 @@ def of_kind(resources: list[Manifest], *kinds: str) -> dict[str, Manifest]:
 
 
 def pods(resources: list[Manifest]) -> dict[str, Manifest]:
-    """The pod of each of our processes, by the process's name."""
-    workloads = of_kind(resources, "Deployment", "StatefulSet")
-    assert {*workloads} == {*PROCESSES}
-    return {name: workload["spec"]["template"] for name, workload in workloads.items()}
+    """The pod of each workload, by the workload's name; every one of our processes is some of them."""
+    found = {name: each["spec"]["template"] for name, each in of_kind(resources, "Deployment", "StatefulSet").items()}
+    assert {*map(process_of, found.values())} == {*PROCESSES}
+    return found
+
+
+def process_of(pod: Manifest) -> str:
+    (process,) = container(pod)["args"]
+    return str(process)
 
 
 def container(pod: Manifest) -> Manifest:
@@ -38,16 +48,20 @@ def container(pod: Manifest) -> Manifest:
     return only
 
 
-def environment(resources: list[Manifest], name: str) -> dict[str, str]:
-    """What the process is given, as Kubernetes puts it together."""
+def environment(resources: list[Manifest], name: str, ordinal: int = 0) -> dict[str, str]:
+    """What the process is given, as Kubernetes puts it together; `ordinal`: of a StatefulSet's pod."""
     its = container(pods(resources)[name])
     assert its["envFrom"] == [{"configMapRef": {"name": "blockplane"}}]
     shared = of_kind(resources, "ConfigMap")["blockplane"]["data"]
-    return shared | {each["name"]: each["value"] for each in its["env"]}
+    of_pod = {POD_INDEX: str(ordinal), "status.podIP": POD_ADDRESS}
+    return shared | {
+        each["name"]: of_pod[each["valueFrom"]["fieldRef"]["fieldPath"]] if "valueFrom" in each else each["value"]
+        for each in its["env"]
+    }
 
 
 def configs(resources: list[Manifest]) -> dict[str, Config]:
-    return {name: load_config({}, environment(resources, name)) for name in PROCESSES}
+    return {name: load_config({}, environment(resources, name)) for name in pods(resources)}
 
 
 def ports(pod: Manifest) -> dict[str, int]:
@@ -82,7 +96,7 @@ def test_kubernetes_knows_every_field(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_setting_exists_and_has_a_value_that_it_takes(variant: str) -> None:
-    for name in PROCESSES:
+    for name in pods(VARIANTS[variant]):
         given = environment(VARIANTS[variant], name)
         assert {key.removeprefix("BLOCKPLANE_") for key in given if key != "HOME"} <= UPPER_NAMES
     configs(VARIANTS[variant])
@@ -96,21 +110,23 @@ def test_ports_are_those_at_which_the_processes_listen(variant: str) -> None:
     for name, pod in pods(resources).items():
         assert ports(pod)["metrics"] == port_of(config[name].metrics_address)
         assert ports(pod).get("grpc") == (port_of(listening[name]) if name in listening else None)
+        transfer_address = config[name].transfer_address
+        assert ports(pod).get("transfer") == (port_of(transfer_address) if transfer_address else None)
     for name, address in listening.items():
         (port,) = services[name]["spec"]["ports"]
         assert (port["port"], port["targetPort"]) == (port_of(address), "grpc")
         assert selected(resources, services[name]["spec"]["selector"]) == [name]
-    for dialler in ("frontend", "worker"):
+    for dialler in {*config} - {"engine"}:
         assert config[dialler].engine_address == f"engine:{port_of(listening['engine'])}"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_probes_ask_a_port_that_is_there_in_a_way_that_it_answers(variant: str) -> None:
-    for name, pod in pods(VARIANTS[variant]).items():
+    for pod in pods(VARIANTS[variant]).values():
         assert {*probes(pod)} == {"startupProbe", "readinessProbe", "livenessProbe"}
         for probe in probes(pod).values():
             if "exec" in probe:
-                assert probe["exec"]["command"] == ["python3", "-m", "blockplane.client.health", name]
+                assert probe["exec"]["command"] == ["python3", "-m", "blockplane.client.health", process_of(pod)]
                 continue
             (kind,) = probe.keys() & {"grpc", "tcpSocket", "httpGet"}
             asked = probe[kind]["port"]
@@ -145,7 +161,6 @@ def test_processes_have_no_privilege_and_write_only_where_something_is_mounted(v
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         }
-        assert its["args"] == [name]
         assert {"cpu", "memory"} <= its["resources"]["requests"].keys()
         given, config = environment(VARIANTS[variant], name), configs(VARIANTS[variant])[name]
         writable = {mount["mountPath"] for mount in its["volumeMounts"] if not mount.get("readOnly")}
@@ -156,42 +171,100 @@ def test_processes_have_no_privilege_and_write_only_where_something_is_mounted(v
         assert {str(PurePath(path).parent) for path in read if path} <= mounted
 
 
-def connections(policies: dict[str, Manifest], way: str, peer: str) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """Whose policy it is, whom that lets through by labels of pods in any way, and to which port."""
-    for name, policy in policies.items():
-        for rule in policy["spec"].get(way, ()):
-            for each in rule[peer]:
-                for port in rule["ports"]:
-                    yield name, each, port["port"]
+ANY_PORT = 0
+BLOCKS_ARE_READ = {("decode", "prefill", TRANSFER_PORT)}
+RANKS_MEET = {(group, group, ANY_PORT) for group in WORKERS["ranks"]}
+BESIDE: dict[str, tuple[set[Any], set[Any]]] = {
+    "base": (set(), set()),
+    "ranks": (RANKS_MEET, RANKS_MEET),
+    "split": (BLOCKS_ARE_READ, BLOCKS_ARE_READ),
+}
+"""What may come in and go out beside what all systems need."""
 
 
-def test_clients_reach_frontends_and_these_and_workers_the_engine_and_nobody_anything_else() -> None:
-    policies = of_kind(BASE, "NetworkPolicy")
-    for name, policy in policies.items():
-        assert selected(BASE, policy["spec"]["podSelector"]["matchLabels"]) == [name]
-        assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
-    assert {*policies} == {*PROCESSES}
-    let_in = {
-        (*([] if "podSelector" not in peer else selected(BASE, peer["podSelector"]["matchLabels"])), name, port)
-        for name, peer, port in connections(policies, "ingress", "from")
+@pytest.mark.parametrize("variant", WORKERS)
+def test_clients_reach_frontends_and_these_and_workers_the_engine_and_nobody_anything_but_what_it_needs(
+    variant: str,
+) -> None:
+    resources, workers = VARIANTS[variant], WORKERS[variant]
+    policies = of_kind(resources, "NetworkPolicy")
+    first = {name: policies[name]["spec"] for name in PROCESSES}
+    for name, spec in first.items():
+        chosen = selected(resources, spec["podSelector"]["matchLabels"])
+        assert chosen == (workers if name == "worker" else [name])
+        assert spec["policyTypes"] == ["Ingress", "Egress"]
+    let_in, let_out = reached(resources, policies)
+    monitored = {(name, 50052) for name in pods(resources)}
+    to_engine = {(name, "engine", 50050) for name in ("frontend", *workers)}
+    beside_in, beside_out = BESIDE[variant]
+    assert let_in == {*to_engine, ("frontend", 50051), *monitored, *beside_in}
+    assert let_out == {*to_engine, *((name, 53) for name in ("frontend", *workers)), *beside_out}
+
+
+def reached(resources: list[Manifest], policies: dict[str, Manifest]) -> tuple[set[Any], set[Any]]:
+    """Who is let in by whom, and who is let out to whom: (from, to, port), without who is no pod of ours."""
+    let_in, let_out = set[Any](), set[Any]()
+    for policy in policies.values():
+        for name in selected(resources, policy["spec"]["podSelector"]["matchLabels"]):
+            for peer, port in connections(policy, "ingress", "from"):
+                let_in |= {(*our, name, port) for our in named(resources, peer)}
+            for peer, port in connections(policy, "egress", "to"):
+                let_out |= {(name, *our, port) for our in named(resources, peer)}
+    return let_in, let_out
+
+
+def named(resources: list[Manifest], peer: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The pods of ours that a policy speaks of; one empty name where it speaks of others."""
+    ours = selected(resources, peer["podSelector"]["matchLabels"]) if "podSelector" in peer else []
+    return [(name,) for name in ours] or [()]
+
+
+def connections(policy: Manifest, way: str, peer: str) -> Iterator[tuple[dict[str, Any], int]]:
+    """Whom a policy lets through by labels of pods in any way, and to which port."""
+    for rule in policy["spec"].get(way, ()):
+        for each in rule[peer]:
+            for port in rule.get("ports", [{"port": ANY_PORT}]):
+                yield each, port["port"]
+
+
+@pytest.mark.parametrize("variant", WORKERS)
+def test_a_drained_node_leaves_a_frontend_and_a_worker(variant: str) -> None:
+    resources = VARIANTS[variant]
+    workloads, left = of_kind(resources, "Deployment", "StatefulSet"), {*pods(resources)}
+    for budget in of_kind(resources, "PodDisruptionBudget").values():
+        names = selected(resources, budget["spec"]["selector"]["matchLabels"])
+        assert sum(workloads[name]["spec"]["replicas"] for name in names) > budget["spec"]["maxUnavailable"]
+        left -= {*names}
+    assert left == {"engine"}
+    assert workloads["engine"]["spec"]["replicas"] == 1
+
+
+@pytest.mark.parametrize("name", WORKERS["ranks"])
+def test_a_group_has_a_pod_for_each_rank_that_its_ordinal_is(name: str) -> None:
+    group = of_kind(RANKS, "StatefulSet")[name]["spec"]
+    config = configs(RANKS)
+    assert group["replicas"] == config["engine"].tensor_parallel_size
+    assert group["podManagementPolicy"] == "Parallel", "none is ready before all are there"
+    for ordinal in range(group["replicas"]):
+        its = load_config({}, environment(RANKS, name, ordinal))
+        assert (its.group, its.rank, its.rendezvous_host) == (name, ordinal, POD_ADDRESS)
+    service = of_kind(RANKS, "Service")[group["serviceName"]]["spec"]
+    assert selected(RANKS, service["selector"]) == [name]
+    assert service["clusterIP"] == "None"
+
+
+def test_groups_differ_in_their_names_alone() -> None:
+    east, west = ((FOLDER / "ranks" / f"{name}.yaml").read_text() for name in WORKERS["ranks"])
+    assert east.replace("east", "west") == west
+
+
+def test_one_computes_prompts_and_two_go_on_with_them() -> None:
+    config, workloads = configs(SPLIT), of_kind(SPLIT, "Deployment")
+    assert {name: (config[name].role, workloads[name]["spec"]["replicas"]) for name in WORKERS["split"]} == {
+        "prefill": ("prefill", 1),
+        "decode": ("decode", 2),
     }
-    monitored = {(name, 50052) for name in PROCESSES}
-    assert let_in == {("frontend", "engine", 50050), ("worker", "engine", 50050), ("frontend", 50051), *monitored}
-    let_out = {
-        (name, *selected(BASE, peer["podSelector"]["matchLabels"]), port) if "podSelector" in peer else (name, port)
-        for name, peer, port in connections(policies, "egress", "to")
-    }
-    assert let_out == {("frontend", "engine", 50050), ("worker", "engine", 50050), ("frontend", 53), ("worker", 53)}
-
-
-def test_a_drained_node_leaves_a_frontend_and_a_worker() -> None:
-    workloads = of_kind(BASE, "Deployment")
-    for name, budget in of_kind(BASE, "PodDisruptionBudget").items():
-        assert selected(BASE, budget["spec"]["selector"]["matchLabels"]) == [name]
-        assert workloads.pop(name)["spec"]["replicas"] > budget["spec"]["maxUnavailable"]
-    assert not workloads
-    (engine,) = of_kind(BASE, "StatefulSet").values()
-    assert engine["spec"]["replicas"] == 1
+    assert config["prefill"].transfer_address, "others can read its blocks"
 
 
 def test_neuron_workers_ask_for_cores() -> None:
