@@ -6,7 +6,7 @@ PROMPT ?= Photosynthesis is the process by which
 BIN = $(VENV)/bin
 PROTOS = $(wildcard blockplane/v1/*.proto)
 
-.PHONY: run test test-all test-containers bench bench-control-plane bench-wire bench-worker bench-nki bench-overload pictures protos release-protos docker clean help
+.PHONY: run test test-all test-containers bench bench-control-plane bench-wire bench-worker bench-nki bench-overload bench-placement bench-capacity bench-split bench-transfer pictures protos release-protos docker clean help
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -42,6 +42,18 @@ bench-worker: $(VENV)/run.stamp  ## Measure what a step costs a worker outside t
 bench-overload: $(VENV)/dev.stamp  ## Offer a system twice what it can do
 	$(BIN)/python benchmarks/overload.py
 
+bench-split: $(VENV)/dev.stamp  ## Measure what long prompts do to streams, with prefill and decode apart
+	$(BIN)/python benchmarks/split.py
+
+bench-transfer: $(VENV)/dev.stamp  ## Measure how fast KV blocks move between workers
+	$(BIN)/python benchmarks/transfer.py
+
+bench-placement: $(VENV)/dev.stamp  ## Place prompts that begin alike over four groups, in virtual time
+	$(BIN)/python benchmarks/placement.py --check
+
+bench-capacity: $(VENV)/dev.stamp  ## Measure what one core of an engine drives and one of a frontend delivers
+	$(BIN)/python benchmarks/capacity.py
+
 bench-nki: $(VENV)/dev.stamp  ## Predict what the kernels for NeuronCores would take
 	$(BIN)/python benchmarks/nki_cost.py
 
@@ -52,7 +64,7 @@ pictures: $(VENV)/dev.stamp  ## Make the pictures of docs/ from a real run, with
 docker:  ## Build the image and run engine, frontend and worker in containers
 	docker compose up --build --detach
 
-test-containers:  ## Test the compose file in a Docker Engine, which Debian gets; docs/containers.txt is the log
+test-containers:  ## Test the compose files in a Docker Engine, which Debian gets; docs/containers.txt is the log
 	bash -o pipefail -c '.ci/containers | tee docs/containers.txt'
 
 protos: $(VENV)/dev.stamp  ## Generate the protobuf code anew
