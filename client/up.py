@@ -70,7 +70,8 @@ def _children(config: Config) -> Iterator[list[Child]]:
     drain_seconds = float(config.drain_seconds)
     try:
         for name, called, own in _processes(config):
-            children.append(Child(name, as_flags(own), called))
+            with _signals_put_off():
+                children.append(Child(name, as_flags(own), called))
         yield children
     except BlockplaneError:
         # What lacks one of its processes finishes nothing.
@@ -78,6 +79,23 @@ def _children(config: Config) -> Iterator[list[Child]]:
         raise
     finally:
         stop(children, drain_seconds)
+
+
+@contextmanager
+def _signals_put_off() -> Iterator[None]:
+    """Have SIGINT and SIGTERM raise KeyboardInterrupt only at the end: nobody would stop a child that is half begun."""
+    come: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda number, _: come.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if come:
+            raise KeyboardInterrupt
 
 
 def _processes(config: Config) -> Iterator[tuple[str, str, Config]]:
