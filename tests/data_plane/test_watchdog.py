@@ -15,10 +15,10 @@ GRACE = 0.2
 class Watched:
     """A main thread that waits, or not."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = GRACE) -> None:
         self.wait: Wait | None = None
         self.has_ended, self.is_told, self.is_killed = Event(), Event(), Event()
-        self.dog = Watchdog(lambda: self.wait, self.has_ended, self.is_told, GRACE, self.is_killed.set)
+        self.dog = Watchdog(lambda: self.wait, self.has_ended, self.is_told, seconds, self.is_killed.set)
 
 
 def test_a_wait_that_outlasts_the_stream_ends_the_process_with_a_sentence(caplog: pytest.LogCaptureFixture) -> None:
@@ -43,6 +43,14 @@ def test_a_wait_goes_on_as_long_as_the_stream_does() -> None:
     watched = Watched()
     watched.wait = Wait("a broadcast", time.monotonic() - 1000)
     assert not watched.is_killed.wait(3 * GRACE)
+    watched.dog.stop()
+
+
+def test_an_old_wait_has_its_seconds_from_the_stream_s_end_on() -> None:
+    watched = Watched(seconds=4.0)
+    watched.wait = Wait("a broadcast", time.monotonic() - 1000)
+    watched.has_ended.set()
+    assert not watched.is_killed.wait(1.0)
     watched.dog.stop()
 
 
