@@ -35,6 +35,7 @@ class ServedModel:
 
     Attributes:
         info: what the control plane is told of the model.
+        kept: its runner, and what outlives that.
     """
 
     def __init__(
@@ -62,30 +63,26 @@ class ServedModel:
         self.info = info
         self._model, self._draft_model, self._ranks = model, draft_model, ranks
         self._available_memory, self._backend, self._weights = available_memory, backend, weights
-        self._kept = KeptRunner(model, info, num_draft_tokens, draft_model, grammars, backend, ranks)
+        self.kept = KeptRunner(model, info, num_draft_tokens, draft_model, grammars, backend, ranks)
         # Rank 0 holds rows to grammars for all; whether it can is its own to say.
         self._enforces_structure = grammars is not None or ranks.rank > 0
         self._record = record
 
-    @property
-    def kept(self) -> KeptRunner:
-        return self._kept
-
     def hello(self) -> pb.WorkerHello:
         """What is to be said of it; of the process that it is in, others know."""
-        runner = self._kept.runner
+        runner = self.kept.runner
         return pb.WorkerHello(
             protocol_version=wire.PROTOCOL_VERSION,
             model=wire.model_info_to_proto(self.info),
             layers=[wire.layer_to_proto(spec) for spec in layer_kv_specs(self._model, self._draft_model)],
             available_memory=self._available_memory,
             bucket_rules=wire.bucket_rules_to_proto(self._backend.bucket_rules),
-            model_fingerprint=self._kept.fingerprint,
+            model_fingerprint=self.kept.fingerprint,
             last_epoch=0 if runner is None else runner.configure.epoch,
             last_step=0 if runner is None else runner.last_step,
             enforces_structure=self._enforces_structure,
             reloads_weights=self._weights is not None,
-            weight_epoch=self._kept.weight_epoch,
+            weight_epoch=self.kept.weight_epoch,
         )
 
     def configure(self, told: pb.Configure) -> Runner:
@@ -97,9 +94,9 @@ class ServedModel:
         configure = wire.configure_from_proto(told)
         kv_bytes = num_kv_bytes(configure, self._model, self._draft_model)
         check_configure(configure, self.info.max_model_len, kv_bytes, self._available_memory)
-        runner = self._kept.configured(configure)
+        runner = self.kept.configured(configure)
         if self._record is not None:
-            self._record.attach(self._kept.fingerprint, told)
+            self._record.attach(self.kept.fingerprint, told)
         return runner
 
     def blocks(self) -> MovableBlocks:
@@ -121,8 +118,8 @@ class ServedModel:
         return pb.AttachWorkerRequest(result=self._step(self._configured(), message.plan, received))
 
     def _configured(self) -> Runner:
-        assert self._kept.runner is not None, "the engine configures it first"
-        return self._kept.runner
+        assert self.kept.runner is not None, "the engine configures it first"
+        return self.kept.runner
 
     def _step(self, runner: Runner, plan: pb.StepPlan, received: int) -> pb.StepResult:
         began = time.monotonic_ns()
@@ -146,15 +143,15 @@ class ServedModel:
         if failure or write is None:
             return pb.WeightsReloaded(model_fingerprint=self._joined_fingerprint(), failure=failure)
         write()
-        self._kept.renew_weights()
+        self.kept.renew_weights()
         if self._record is not None:
-            self._record.reload(model, self._kept.fingerprint)
-        logger.info("the weights are new, fingerprint %s", self._kept.fingerprint.hex()[:16])
+            self._record.reload(model, self.kept.fingerprint)
+        logger.info("the weights are new, fingerprint %s", self.kept.fingerprint.hex()[:16])
         return pb.WeightsReloaded(model_fingerprint=self._joined_fingerprint())
 
     def _joined_fingerprint(self) -> bytes:
         """As the engine has it of all ranks."""
-        own = self._kept.fingerprint
+        own = self.kept.fingerprint
         if self._ranks.world_size == 1:
             return own
         gathered = self._ranks.all_gather(torch.frombuffer(bytearray(own), dtype=torch.uint8))
