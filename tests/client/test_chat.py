@@ -2,6 +2,7 @@
 
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -175,6 +176,15 @@ class Terminal:
             self._shown += os.read(self._end, 4096).decode()
         self._shown = self._shown.partition(text)[2]
 
+    def interrupt_until(self, text: str) -> None:
+        """Press Ctrl-C until `text` is shown; readline loses one between its prompt and its wait for a key."""
+        while text not in self._shown:
+            self.process.send_signal(signal.SIGINT)
+            select.select([self._end], [], [], 1.0)
+            while select.select([self._end], [], [], 0.1)[0]:
+                self._shown += os.read(self._end, 4096).decode()
+        self._shown = self._shown.partition(text)[2]
+
     def type(self, text: str) -> None:
         os.write(self._end, text.encode())
 
@@ -201,8 +211,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(chat_server: FakeServer, termi
     assert fake.cancelled.wait(WAIT_SECONDS)
     fake.endless, fake.responses = False, (pb.GenerateResponse(text="Yes."),)
     terminal.wait_for("> ")
-    terminal.process.send_signal(signal.SIGINT)
-    terminal.wait_for("> ")
+    terminal.interrupt_until("> ")
     terminal.type("still there?\n")
     terminal.wait_for("Yes.")
     terminal.wait_for("> ")
