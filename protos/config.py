@@ -41,6 +41,7 @@ class Config:
     metrics_address: str = _setting("", "where this process tells Prometheus of itself, host:port; none = nowhere")
     model: str = _setting("gemma3-270m", "gemma3-270m, a .gguf file, a Hugging Face directory, or synthetic")
     dtype: str = _setting("bfloat16", "weights and activations: bfloat16 or float32")
+    quantize: str = _setting("none", "weights of products in few bits: none, int8, or int4 (mixed); on a CPU alone")
     kv_cache_dtype: str = _setting("auto", "KV: auto (as dtype) or fp8_e4m3, with the checkpoint's scales")
     profile: str = _setting("production", "bucket lists: production (several) or development (one each)")
     block_size: int = _setting(16, "tokens per KV block")
@@ -341,6 +342,7 @@ _LEAST = {
 }
 _CHOICES = {
     "dtype": ("bfloat16", "float32"),
+    "quantize": ("none", "int8", "int4"),
     "kv_cache_dtype": ("auto", "fp8_e4m3"),
     "segmented_prefill": ("on", "off"),
     "prefix_caching": ("on", "off"),

@@ -163,6 +163,11 @@ def _begin(package: NeuronTorch, config: Config, *, hits_only: bool) -> None:
         raise ConfigurationError(
             f"dtype is {config.dtype}, and kernels for NeuronCores compute in bfloat16; leave it at that."
         )
+    if config.quantize != "none":
+        raise ConfigurationError(
+            f"quantize is {config.quantize}, and only a CPU multiplies with quantized weights; leave it at none, or set"
+            " device to cpu."
+        )
     folder = cache_folder(config)
     os.environ[package.cache_variable] = str(folder)
     # Compiled graphs name files of this one by their paths.

@@ -139,6 +139,8 @@ def test_what_is_missing_is_named(devices: Path, compiler: Compiler, tmp_path: P
 def test_what_kernels_cannot_compute_is_refused(compiler: Compiler, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"^dtype is float32, .* bfloat16; .*\.$"):
         chosen_backend(config(tmp_path, dtype="float32"))
+    with pytest.raises(ConfigurationError, match=r"^quantize is int8, .* CPU .*; .* device to cpu\.$"):
+        chosen_backend(config(tmp_path, quantize="int8"))
     for block_size in 24, 256:
         with pytest.raises(ConfigurationError, match=rf"^block_size is {block_size}, .* powers of 2 up to 128; .*\.$"):
             chosen_backend(config(tmp_path)).kv_cache_shape(10, block_size, 1, 64)

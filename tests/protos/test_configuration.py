@@ -134,6 +134,8 @@ def test_every_setting_has_a_flag_and_a_line_of_help() -> None:
         ("draft_model", "synthetic"),
         ("dtype", "float16"),
         ("dtype", ""),
+        ("quantize", "int2"),
+        ("quantize", ""),
         ("kv_cache_dtype", "fp8_e5m2"),
         ("kv_cache_dtype", "int8"),
         ("profile", "fast"),
