@@ -13,9 +13,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 from blockplane.data_plane.backends.choice import chosen_backend
+from blockplane.data_plane.freed_memory import keep_freed_memory
 from blockplane.data_plane.loaded_worker import loaded_worker
 from blockplane.data_plane.record import Record
 from blockplane.data_plane.worker import Worker
+from blockplane.kernels.native import library as native
 from blockplane.protos.access import access_of
 from blockplane.protos.config import Config
 from blockplane.protos.metrics_port import MetricsPort
@@ -26,9 +28,12 @@ from blockplane.protos.threads import num_usable_cores
 def serve(config: Config) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     metrics_port = MetricsPort(config, "worker") if config.metrics_address else None
-    torch.set_num_threads(config.num_threads or num_usable_cores())
+    num_threads = config.num_threads or num_usable_cores()
+    torch.set_num_threads(num_threads)
+    native.set_num_threads(num_threads)
     record = Record(config.record) if config.record else None
     worker = loaded_worker(config, chosen_backend(config), record)
+    keep_freed_memory()
     if metrics_port is not None:
         metrics_port.add(worker.metrics)
         metrics_port.tell_ready(lambda: worker.is_attached)

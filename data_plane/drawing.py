@@ -1,5 +1,7 @@
 """Draws tokens by inverse transform: one number in [0, 1) for each row picks one of its tokens. Knows no requests.
 
+This is torch's way, for any device; where logits lie on a CPU, `kernels.native.sampling` is its faster twin.
+
 A row's noise is a function of its seed and of the position that is sampled, and nothing else: its batch-mates, its
 place in the batch and its past in this process change nothing. Sums run in float64, one term after the other, so that
 what others in the batch ask for does not change them either.

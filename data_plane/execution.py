@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,10 +74,18 @@ class ForwardThenSample:
         if batch is None:
             self.computed_at = time.monotonic_ns()
             return Samples(NO_ROWS), hidden
-        sampled = [states[part.logits_indices] for part, states in zip(parts, hidden, strict=True)]
-        logits = self._model.logits(torch.cat(sampled))
+        sampled = torch.cat([states[part.logits_indices] for part, states in zip(parts, hidden, strict=True)])
+        samples = self._greedy_samples(sampled) if batch.is_greedy else None
+        if samples is None:
+            logits = self._model.logits(sampled)
+            self.computed_at = time.monotonic_ns()
+            samples = self._sample(logits, batch)
+        return samples, hidden
+
+    def _greedy_samples(self, hidden: Tensor) -> Samples | None:
+        token_ids = self._model.greedy_tokens(hidden)
         self.computed_at = time.monotonic_ns()
-        return self._sample(logits, batch), hidden
+        return None if token_ids is None else Samples(token_ids.numpy().astype(np.int32))
 
     def _forward(self, part: StepInputs) -> Tensor:
         hidden: Tensor = self.graphs.run(part.shape, part.input_ids, part.positions, part.batches)

@@ -84,7 +84,7 @@ class Replay:
         if attach.model_fingerprint != self._kept.fingerprint:
             raise ConfigurationError(
                 f"the record is not of {self._info.name} as these settings load it; give those of the worker that made"
-                " it (model, dtype, kv_cache_dtype, draft_source, draft_model)."
+                " it (model, dtype, quantize, kv_cache_dtype, draft_source, draft_model)."
             )
         configure = wire.configure_from_proto(attach.configure)
         self._kept.configured(configure)

@@ -1,6 +1,6 @@
 """Chooses the next token of every row at once; knows neither requests nor where logits come from.
 
-Each row pays for what it asks: a batch of greedy rows is one arg max.
+Each row pays for what it asks: a batch of greedy rows is one arg max. C++ chooses where it is there, else torch does.
 """
 
 from dataclasses import dataclass, replace
@@ -14,6 +14,7 @@ from blockplane.data_plane.drawing import Truncation, draw_from_all, draw_from_l
 from blockplane.data_plane.likeliest import likeliest_one
 from blockplane.data_plane.logit_changes import LogitChanges
 from blockplane.data_plane.logprobs import logprobs_of
+from blockplane.kernels.native import sampling as native
 from blockplane.protos.logprobs import Logprobs
 from blockplane.protos.plan import Int32Array, IntArray
 
@@ -45,6 +46,12 @@ class SamplingBatch:
     num_logprobs: NDArray[np.int32]
     logit_changes: LogitChanges | None = None
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether nothing but each row's likeliest token is asked for."""
+        is_plain = self.logit_changes is None and not self.temperature.any()
+        return is_plain and bool((self.num_logprobs == NO_LOGPROBS).all())
+
 
 @dataclass(frozen=True, slots=True)
 class Samples:
@@ -66,25 +73,48 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Samples:
     Args:
         logits: float32 [num_rows, vocab_size]; changed in place where the batch asks for changes.
     """
-    # One sum over a row is finite only if every entry is, short of an overflow that no sane logits reach.
-    is_sound = torch.isfinite(logits.sum(dim=-1))
     telling = np.flatnonzero(batch.num_logprobs != NO_LOGPROBS)
-    unchanged = logits[torch.from_numpy(telling)] if telling.size else None
-    if batch.logit_changes is not None:
+    unchanged = _part(logits, telling, copies=batch.logit_changes is not None)
+    if batch.logit_changes is None:
+        token_ids = _choose(logits, batch)
+    else:
+        is_finite = _find_finite_rows(logits)
         batch.logit_changes.apply(logits)
-        is_sound &= logits.amax(dim=-1) > -torch.inf
-    token_ids = _choose(logits, batch)
-    token_ids[~is_sound] = NOT_FINITE
-    samples: Int32Array = token_ids.cpu().numpy().astype(np.int32)
-    if unchanged is None:
-        return Samples(samples)
-    told = logprobs_of(unchanged, token_ids[torch.from_numpy(telling)], batch.num_logprobs[telling])
-    num_entries = np.zeros(len(samples), np.int32)
+        token_ids = np.where(is_finite, _choose(logits, batch), np.int32(NOT_FINITE))
+    if not telling.size:
+        return Samples(token_ids)
+    told = logprobs_of(unchanged, torch.from_numpy(token_ids[telling]), batch.num_logprobs[telling])
+    num_entries = np.zeros(len(token_ids), np.int32)
     num_entries[telling] = told.num_entries
-    return Samples(samples, replace(told, num_entries=num_entries))
+    return Samples(token_ids, replace(told, num_entries=num_entries))
 
 
-def _choose(logits: Tensor, batch: SamplingBatch) -> Tensor:
+def _find_finite_rows(logits: Tensor) -> NDArray[np.bool_]:
+    """bool [num_rows]: whether all of a row's logits are finite."""
+    if native.takes_logits(logits):
+        return native.find_finite_rows(logits)
+    # One sum over a row is finite only if every entry is, short of an overflow that no sane logits reach.
+    is_finite: NDArray[np.bool_] = torch.isfinite(logits.sum(dim=-1)).cpu().numpy()
+    return is_finite
+
+
+def _choose(logits: Tensor, batch: SamplingBatch) -> Int32Array:
+    """Each row's token, int32 [num_rows], or NOT_FINITE.
+
+    Once something may have been banned, only a row to which nothing is left counts as not finite.
+    """
+    may_ban = batch.logit_changes is not None
+    if native.takes_logits(logits):
+        noise = uniform_noise(batch.seed, batch.positions) if batch.temperature.any() else batch.temperature
+        columns = batch.temperature, noise, batch.top_k, batch.top_p, batch.min_p
+        return native.sample_rows(logits, *columns, may_ban=may_ban)
+    is_sound = logits.amax(dim=-1).cpu().numpy() > -np.inf if may_ban else _find_finite_rows(logits)
+    token_ids: Int32Array = _choose_in_torch(logits, batch).cpu().numpy().astype(np.int32)
+    token_ids[~is_sound] = NOT_FINITE
+    return token_ids
+
+
+def _choose_in_torch(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Each row's token by its own way: int64 [num_rows]."""
     is_random = batch.temperature > 0
     if not is_random.any():
@@ -103,9 +133,9 @@ def _choose(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return token_ids
 
 
-def _part(logits: Tensor, rows: NDArray[np.intp]) -> Tensor:
-    """Those rows, ascending; all of them are not copied."""
-    return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows)]
+def _part(logits: Tensor, rows: NDArray[np.intp], *, copies: bool = False) -> Tensor:
+    """Those rows, ascending; all of them are only copied where a copy is asked for."""
+    return logits if len(rows) == len(logits) and not copies else logits[torch.from_numpy(rows)]
 
 
 def _heat(batch: SamplingBatch, rows: NDArray[np.intp], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,7 @@ def load_model(
     kv_cache_dtype: str | None = None,
     device: torch.device = HOST,
     ranks: Ranks = ALONE,
+    quantize: str = "none",
 ) -> Transformer:
     """A decoder of a checkpoint's weights, or one rank's part of it.
 
@@ -36,12 +37,13 @@ def load_model(
         checkpoint, dtype, device, ranks: as `load_weights` has them.
         max_model_len: tokens that a sequence may hold; None = all that the model was made for.
         kv_cache_dtype: "float8_e4m3fn", scaled as the checkpoint says, or by 1; None = `dtype`.
+        quantize: as the setting has it.
 
     Raises:
         ModelError, ConfigurationError: as `load_weights` says.
     """
     weights = load_weights(checkpoint, dtype, device, scales_kv=kv_cache_dtype is not None, ranks=ranks)
-    return Transformer(checkpoint.config, weights, max_model_len, kv_cache_dtype, ranks)
+    return Transformer(checkpoint.config, weights, max_model_len, kv_cache_dtype, ranks, quantize)
 
 
 def load_weights(

@@ -23,11 +23,12 @@ def load_named(name: str, config: Config, device: torch.device = HOST, ranks: Ra
     kv_cache_dtype = KV_CACHE_DTYPES[config.kv_cache_dtype]
     if (seed := synthetic_seed(name)) is not None:
         max_model_len = config.max_model_len or MAX_MODEL_LEN
-        model = SyntheticModel(config.dtype, str(device), kv_cache_dtype=kv_cache_dtype, seed=seed, ranks=ranks)
-        return model, synthetic_model_info(max_model_len)
+        synthetic = SyntheticModel(config.dtype, str(device), kv_cache_dtype=kv_cache_dtype, seed=seed, ranks=ranks)
+        return synthetic, synthetic_model_info(max_model_len)
     checkpoint = open_checkpoint(name)
     info = info_of(checkpoint, config)
-    return load_model(checkpoint, config.dtype, info.max_model_len, kv_cache_dtype, device, ranks), info
+    model = load_model(checkpoint, config.dtype, info.max_model_len, kv_cache_dtype, device, ranks, config.quantize)
+    return model, info
 
 
 def synthetic_seed(name: str) -> int | None:

@@ -30,6 +30,11 @@ class Model(Protocol):
         """[num_sampled, hidden_size] -> float32 [num_sampled, vocab_size]."""
         ...
 
+    def greedy_tokens(self, hidden: Tensor) -> Tensor | None:
+        """[num_sampled, hidden_size] -> int64 [num_sampled], each one's likeliest token as the sampler has it, or -1
+        where a logit is not finite; None = that is no cheaper than the logits."""
+        ...
+
     def idle_hidden(self, num_tokens: int) -> Tensor:
         """Zeros on the host, in the shape and dtype of so many tokens' hidden states."""
         ...

@@ -129,6 +129,9 @@ class SyntheticModel:
         own = noise + TARGET_MARGIN * (targets[:, None] == self._vocabulary)
         return whole_logits(own, self.vocab_size, self._ranks)
 
+    def greedy_tokens(self, _hidden: Tensor) -> Tensor | None:
+        return None
+
     def idle_hidden(self, num_tokens: int) -> Tensor:
         return torch.zeros(num_tokens, 2, dtype=torch.int64)
 

@@ -104,6 +104,9 @@ class TinyModel:
         states = torch.stack((input_ids, positions), dim=1).float()[:, None]
         return self.attentions[0](states, states, states, batches).flatten(1)
 
+    def greedy_tokens(self, hidden: Tensor) -> Tensor | None:
+        return None
+
     def logits(self, hidden: Tensor) -> Tensor:
         return torch.sin(hidden[:, :1] + torch.arange(self.vocab_size))
 

@@ -1,48 +1,42 @@
-"""Both ways to multiply with a weight give the product, for few rows and many, whole tiles and remainders."""
+"""Torch's own product with a weight, and which kind is chosen. The C++ one has tests beside the kernels."""
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.testing import assert_close
 
-from blockplane.data_plane.models.linear import Linear, TiledLinear, fastest_linear
-
-# Tiles: one; some, with a remainder beside eights; more than are summed at once.
-OUT_FEATURES = [64, 64 * 11, 64 * 260]
-
-
-@pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 40])
-@pytest.mark.parametrize("out_features", OUT_FEATURES)
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_tiled_product_equals_the_exact_one_rounded(num_rows, out_features, has_bias):
-    x, weight = torch.randn(num_rows, 24).bfloat16(), torch.randn(out_features, 24).bfloat16()
-    bias = torch.randn(out_features).bfloat16() if has_bias else None
-    exact = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
-    output = TiledLinear(weight, bias)(x)
-    assert output.dtype == torch.bfloat16
-    # One rounding to bfloat16 of the product, one of the sum with the bias.
-    assert_close(output.double(), exact, rtol=2**-7, atol=2**-5 if has_bias else 2**-12)
+from blockplane.data_plane.models.linear import TorchLinear, fastest_linear
+from blockplane.kernels.native import library
+from blockplane.kernels.native.linear import NativeLinear
 
 
-@pytest.mark.parametrize("kind", [Linear, TiledLinear])
-def test_embedding_gives_the_weights_own_rows(kind):
-    weight = torch.randn(64 * 3, 24).bfloat16()
-    ids = torch.tensor([0, 63, 64, 191, 5, 5])
-    assert torch.equal(kind(weight).embed(ids), weight[ids])
+def test_logits_are_the_product_in_float32():
+    x, linear = torch.randn(3, 24).bfloat16(), TorchLinear(torch.randn(10, 24).bfloat16(), torch.randn(10).bfloat16())
+    assert linear(x).dtype == torch.bfloat16
+    assert torch.equal(linear.logits(x), linear(x).float())
 
 
-def test_only_whole_bfloat16_tiles_are_tiled():
-    assert type(fastest_linear(torch.ones(128, 8))) is Linear
-    assert type(fastest_linear(torch.ones(100, 8).bfloat16())) is Linear
+@pytest.mark.parametrize(("activation", "function"), [("silu", functional.silu), ("gelu_tanh", functional.gelu)])
+def test_gated_products_are_those_of_both_halves(activation, function):
+    x, weight = torch.randn(3, 24), torch.randn(20, 24)
+    expected = function(x @ weight[:10].T, **({"approximate": "tanh"} if activation == "gelu_tanh" else {}))
+    assert_close(TorchLinear(weight).gated(x, activation), expected * (x @ weight[10:].T))
 
 
-@pytest.mark.parametrize("kind", [Linear, TiledLinear])
-def test_a_refilled_weight_is_another_in_the_same_place(kind):
-    first, second = (torch.randn(64 * 300, 24).bfloat16() for _ in range(2))
-    biases = torch.randn(2, 64 * 300).bfloat16()
-    linear, expected = kind(first, biases[0].clone()), kind(second.clone(), biases[1])
-    place = linear._weight.data_ptr()
+def test_embedding_gives_the_weights_own_rows():
+    weight, ids = torch.randn(64, 24), torch.tensor([0, 63, 5, 5])
+    assert torch.equal(TorchLinear(weight).embed(ids), weight[ids])
+
+
+def test_a_refilled_weight_is_another_in_the_same_place():
+    first, second, biases, x = torch.randn(7, 24), torch.randn(7, 24), torch.randn(2, 7), torch.randn(3, 24)
+    linear, expected = TorchLinear(first, biases[0].clone()), TorchLinear(second.clone(), biases[1])
     linear.refill(second, biases[1])
-    assert linear._weight.data_ptr() == place
-    for num_rows in (2, 40):
-        x = torch.randn(num_rows, 24).bfloat16()
-        assert torch.equal(linear(x), expected(x))
+    assert linear._weight.data_ptr() == first.data_ptr()
+    assert torch.equal(linear(x), expected(x))
+
+
+def test_only_what_the_cpp_kernels_lack_is_left_to_torch():
+    assert type(fastest_linear(torch.ones(128, 64))) is TorchLinear
+    kind = NativeLinear if library.is_there() else TorchLinear
+    assert type(fastest_linear(torch.ones(128, 64).bfloat16())) is kind

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sampling_cases import VOCAB_SIZE, Case, batch_of, cases, changes, temperatures
+from sampling_ways import way  # noqa: F401 - a fixture
 from told import Entries, lists_of
 
 from blockplane.data_plane import logprobs

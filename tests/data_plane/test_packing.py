@@ -106,6 +106,9 @@ class TinyModel:
         states = torch.stack((input_ids, positions), dim=1).float()[:, None]
         return sum(attention(states, states, states, batches) for attention in self.attentions).flatten(1)
 
+    def greedy_tokens(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        return None
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.sin(hidden[:, :1] + torch.arange(self.vocab_size))
 

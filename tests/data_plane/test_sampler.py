@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sampling_cases import EOS, VOCAB_SIZE, Case, batch_of, cases, changes, temperatures, truncations
 from sampling_reference import changed_logits, left
+from sampling_ways import way  # noqa: F401 - a fixture
 
 from blockplane.data_plane.drawing import uniform_noise
 from blockplane.data_plane.sampler import NO_LOGPROBS, NOT_FINITE, SamplingBatch, sample

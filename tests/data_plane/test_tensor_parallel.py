@@ -23,7 +23,7 @@ from transformers import (
 
 from blockplane.data_plane.loading.build import load_model, load_weights
 from blockplane.data_plane.loading.checkpoint import open_checkpoint
-from blockplane.data_plane.models.linear import Linear, TiledLinear
+from blockplane.data_plane.models.linear import TorchLinear, fastest_linear
 from blockplane.data_plane.models.shards import vocabulary_of
 from blockplane.data_plane.models.vocabulary import embed, whole_logits
 from blockplane.data_plane.ranks.collectives import ALONE, Ranks
@@ -123,16 +123,16 @@ def test_refilled_ranks_have_the_logits_of_the_other_model(
     assert len(set(fingerprints)) == 6
 
 
-@pytest.mark.parametrize("kind", [Linear, TiledLinear])
+@pytest.mark.parametrize("kind", [TorchLinear, fastest_linear])
 @pytest.mark.parametrize("vocab_size", [3, 128, 130, 255, 256])
 def test_any_vocabulary_is_embedded_and_gathered_whole(kind, vocab_size):
-    matrix = torch.randn(vocab_size, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    matrix = torch.randn(vocab_size, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     token_ids = torch.arange(vocab_size).flip(0)
 
     def looked_up(ranks: Ranks) -> tuple[Tensor, Tensor]:
         part, num_rows = vocabulary_of(vocab_size, ranks)
         # Nothing may come of what lies behind a rank's own rows.
-        own = torch.full((-(-num_rows // 64) * 64, 8), torch.nan, dtype=torch.bfloat16)
+        own = torch.full((-(-num_rows // 64) * 64, 32), torch.nan, dtype=torch.bfloat16)
         own[: len(part)] = matrix[part.own.start : part.own.stop]
         logits = own[:num_rows, 0].expand(2, -1)
         return embed(token_ids, kind(own), part.own, ranks), whole_logits(logits, vocab_size, ranks)
