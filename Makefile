@@ -6,7 +6,7 @@ PROMPT ?= Photosynthesis is the process by which
 BIN = $(VENV)/bin
 PROTOS = $(wildcard blockplane/v1/*.proto)
 
-.PHONY: run test test-all test-containers bench bench-control-plane bench-wire bench-worker bench-nki bench-overload bench-placement bench-capacity bench-split bench-transfer pictures protos release-protos docker clean help
+.PHONY: run test test-all test-containers bench bench-end-to-end bench-control-plane bench-wire bench-worker bench-nki bench-overload bench-placement bench-capacity bench-check bench-split bench-transfer pictures protos release-protos docker clean help
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -30,6 +30,9 @@ test-all: $(VENV)/dev.stamp $(VENV)/run.stamp test  ## The same and the slow tes
 bench: $(VENV)/run.stamp  ## Measure decode on this machine
 	$(BIN)/python benchmarks/single_stream.py
 
+bench-end-to-end: $(VENV)/run.stamp  ## Compare with vLLM and llama.cpp, where VLLM and LLAMA name pythons that have them
+	$(BIN)/python benchmarks/end_to_end.py $(if $(VLLM),--vllm $(VLLM)) $(if $(LLAMA),--llama $(LLAMA))
+
 bench-control-plane: $(VENV)/run.stamp  ## Measure what a step costs the engine
 	$(BIN)/python benchmarks/control_plane.py
 
@@ -41,6 +44,9 @@ bench-worker: $(VENV)/run.stamp  ## Measure what a step costs a worker outside t
 
 bench-overload: $(VENV)/dev.stamp  ## Offer a system twice what it can do
 	$(BIN)/python benchmarks/overload.py
+
+bench-check: $(VENV)/run.stamp $(VENV)/dev.stamp  ## Hold the benchmarks' ratios against benchmarks/bounds.json
+	$(BIN)/python benchmarks/check.py
 
 bench-split: $(VENV)/dev.stamp  ## Measure what long prompts do to streams, with prefill and decode apart
 	$(BIN)/python benchmarks/split.py

@@ -18,10 +18,11 @@ WAYS: dict[str, dict[str, float]] = {
     "greedy": {},
     "temperature 1": {"temperature": 1.0},
     "top-k 64, top-p 0.95": {"temperature": 1.0, "top_k": 64, "top_p": 0.95},
+    "top-p 0.95": {"temperature": 1.0, "top_p": 0.95},
     "min-p 0.05": {"temperature": 1.0, "min_p": 0.05},
 }
 BUDGETS = {"top-k 64, top-p 0.95": 1.5}
-"""By way, the ratio that it may have."""
+"""By way, the ratio that it may have with torch's sampler, too."""
 
 
 @dataclass(frozen=True, slots=True)
