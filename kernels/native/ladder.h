@@ -32,7 +32,9 @@ class Ladder {
       if (!(room.maxima[block] >= least)) continue;
       const float* logits = row.block(block, own);
       heat.weigh_block(logits, weights);
-      for (int64_t i = 0; i < BLOCK; i++) rungs[i] = logits[i] >= least ? rung_of(logits[i]) : OFF;
+      // Loops of their own, for vector instructions: a branch would be foreseen as seldom as not.
+      for (int32_t i = 0; i < BLOCK; i++) rungs[i] = rung_of(logits[i]);
+      for (int32_t i = 0; i < BLOCK; i++) rungs[i] = logits[i] >= least ? rungs[i] : OFF + i;
       for (int64_t i = 0; i < row.count(block); i++) {
         num_tokens_[rungs[i]]++;
         mass_[rungs[i]] += weights[i];
@@ -40,7 +42,7 @@ class Ladder {
     }
   }
 
-  // From the likeliest token on, which is never left out.
+  // From the likeliest token on; it weighs 1, and no limit leaves it out.
   End walk(const Limits& limits) {
     const double too_light = limits.own_weight > 0 ? -std::log2(limits.own_weight) * RUNGS_A_HALVING - 1e-6 : NUM_RUNGS;
     End end;
@@ -57,7 +59,7 @@ class Ladder {
   }
 
  private:
-  // Off the ladder stands what does not reach `least`.
+  // Off the ladder stands what does not reach `least`; neighbours apart, since a sum waits for the one before it.
   static constexpr int32_t NUM_RUNGS = 2048, OFF = NUM_RUNGS;
   static constexpr double RUNGS_A_HALVING = 32;
 
@@ -85,7 +87,7 @@ class Ladder {
     sort_rung(rung);
     for (const Entry& entry : room_.entries) {
       const double weight = heat_.weight_of(entry.logit);
-      if (weight < limits.own_weight && end.num_tokens > 0) return true;
+      if (weight < limits.own_weight) return true;
       end = {end.num_tokens + 1, end.mass + weight, entry.id};
       if (end.num_tokens >= limits.num_tokens || end.mass >= limits.mass) return true;
     }
@@ -96,8 +98,8 @@ class Ladder {
   const Heat& heat_;
   const float least_;
   Room& room_;
-  std::array<int32_t, NUM_RUNGS + 1> num_tokens_{};
-  std::array<double, NUM_RUNGS + 1> mass_{};
+  std::array<int32_t, NUM_RUNGS + BLOCK> num_tokens_{};
+  std::array<double, NUM_RUNGS + BLOCK> mass_{};
 };
 
 }  // namespace blockplane

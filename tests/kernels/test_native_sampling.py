@@ -1,5 +1,7 @@
 """The C++ sampler against its torch twin: the same tokens from the same noise, row by row, on every variant."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -63,6 +65,25 @@ def test_every_truncation_draws_the_token_that_its_twin_draws(native, vocab_size
     assert sampling.sample_rows(logits, **asked, may_ban=False).tolist() == twin(logits, asked)
 
 
+def test_weights_on_the_edges_of_rungs_count_once(native):  # noqa: F811
+    """At this temperature a logit less by 1/32 weighs a rung less, exactly; half of them stand a hair above an edge."""
+    rng = np.random.default_rng(6)
+    logits = torch.from_numpy(rng.integers(-200, 1, (200, 700)).astype(np.float32) / 32)
+    logits[:, ::2] = torch.nextafter(logits[:, ::2], torch.tensor(torch.inf))
+    asked = random_columns(rng, 200, 700) | {"temperature": np.full(200, math.log2(math.e))}
+    assert sampling.sample_rows(logits, **asked, may_ban=False).tolist() == twin(logits, asked)
+
+
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 2}])
+def test_draws_turn_over_where_exact_probabilities_say(native, truncation):  # noqa: F811
+    leads = np.linspace(0.01, 9, 500, dtype=np.float32)
+    logits = torch.from_numpy(np.stack([np.zeros_like(leads), -leads], axis=1))
+    turn = 1 / (1 + np.exp(-leads.astype(np.float64)))
+    for shift, token_id in (-1e-15, 0), (1e-15, 1):
+        found = drawn(logits, temperature=1.0, noise=turn + shift, **truncation)
+        assert found == [token_id] * 500
+
+
 def test_a_whole_vocabulary_draws_the_tokens_that_its_twin_draws(native):  # noqa: F811
     rng = np.random.default_rng(3)
     logits = torch.from_numpy((2.5 * rng.normal(size=(24, 262_144))).astype(np.float32))
@@ -124,7 +145,7 @@ def test_noise_at_either_end_draws_a_token_all_the_same(native, top_p, noise):  
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-30])
-@pytest.mark.parametrize("truncation", [{}, {"top_k": 20}, {"top_p": 0.99}, {"min_p": 0.5}])
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 20}, {"top_p": 0.99}, {"min_p": 0.5}, {"min_p": 1.0}])
 def test_a_temperature_close_to_zero_leaves_the_likeliest(native, temperature, truncation):  # noqa: F811
     logits = torch.randn(20, 300, generator=torch.Generator().manual_seed(1))
     assert drawn(logits, temperature=temperature, noise=ALMOST_ONE, **truncation) == logits.argmax(1).tolist()
